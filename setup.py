@@ -1,0 +1,48 @@
+"""Compiles the kernel: every src/warren/kernel/<name>.pyx becomes the extension module warren.kernel.<name>.
+
+All else stands in pyproject.toml. The variable WARREN_KERNEL says which modules to build: `all` (the default), `none`,
+or names with commas between them; the Makefile builds one after the other.
+"""
+
+import os
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+KERNEL = Path("src/warren/kernel")
+
+DIRECTIVES = {
+    "language_level": 3,
+    "boundscheck": False,
+    "wraparound": False,
+    "initializedcheck": False,
+}
+
+
+def kernel_extensions(wanted: str) -> list[Extension]:
+    sources = {path.stem: path for path in sorted(KERNEL.glob("*.pyx"))}
+    if wanted == "none":
+        return []
+    names = list(sources) if wanted == "all" else wanted.split(",")
+    unknown = [name for name in names if name not in sources]
+    if unknown:
+        raise SystemExit(f"WARREN_KERNEL names {', '.join(unknown)}; the kernel has {', '.join(sources)}")
+    headers = [str(path) for pattern in ("*.h", "*.pxd") for path in sorted(KERNEL.glob(pattern))]
+    extensions = [
+        Extension(
+            f"warren.kernel.{name}",
+            [str(sources[name])],
+            include_dirs=[str(KERNEL)],
+            depends=headers,
+            extra_compile_args=["-O3"],
+        )
+        for name in names
+    ]
+    built: list[Extension] = cythonize(
+        extensions, include_path=["src"], build_dir="build/cython", compiler_directives=DIRECTIVES
+    )
+    return built
+
+
+setup(ext_modules=kernel_extensions(os.environ.get("WARREN_KERNEL") or "all"))

@@ -1,0 +1,219 @@
+# cython: language_level=3
+"""What exists per message in RAM, and the loops over many of them.
+
+An `Entry` is one message in one queue. It is an alpha while it has its body, a beta when the body is only on disk.
+A `Delivery` is the base of the public `Message`: an entry that was handed out, with its queue.
+"""
+
+cimport cython
+from cpython.bytes cimport PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_DelItem, PyDict_SetItem
+from cpython.object cimport PyObject, PyTypeObject
+from libc.stdint cimport uint32_t, uint64_t
+
+from warren.kernel.ranges cimport RangeSet
+
+
+@cython.no_gc
+@cython.freelist(8192)
+cdef class Entry:
+    def __init__(self, uint64_t seq, head, body, uint8_t flags=0, uint64_t published_at=0, uint64_t expiry=0,
+                 msg_id=None, uint32_t size=0, uint64_t offset=0):
+        self.seq = seq
+        self.head = head
+        self.body = body
+        self.flags = flags
+        self.published_at = published_at
+        self.expiry = expiry
+        self.msg_id = msg_id
+        self.offset = offset
+        if size == 0 and body is not None:
+            size = 4 + len(head) + len(body)
+        self.size = size
+
+    def __repr__(self):
+        return f"Entry(seq={self.seq}, size={self.size}, flags={self.flags}, body={'RAM' if self.body is not None else 'disk'})"
+
+
+@cython.no_gc
+cdef class Delivery:
+    pass
+
+
+def make_entries(bodies, bytes head not None, uint64_t first_seq, uint8_t flags, uint64_t published_at, uint64_t expiry):
+    """Entries of consecutive seq_ids for `bodies` (all bytes), which share `head`; and the largest payload."""
+    cdef list made = []
+    cdef Entry entry
+    cdef uint64_t seq = first_seq
+    cdef uint32_t base = 4 + <uint32_t>PyBytes_GET_SIZE(head)
+    cdef uint32_t size, largest = 0
+    for body in bodies:
+        if type(body) is not bytes:
+            if not isinstance(body, (bytes, bytearray, memoryview)):
+                raise TypeError(f"a message body is bytes, not {type(body).__name__}: {body!r:.60}")
+            body = bytes(body)
+        entry = Entry.__new__(Entry)
+        entry.seq = seq
+        entry.head = head
+        entry.body = body
+        entry.flags = flags
+        entry.published_at = published_at
+        entry.expiry = expiry
+        size = base + <uint32_t>PyBytes_GET_SIZE(body)
+        if size > largest:
+            largest = size
+        entry.size = size
+        made.append(entry)
+        seq += 1
+    return made, largest
+
+
+def total_size(entries):
+    """Sum of payload bytes."""
+    cdef uint64_t total = 0
+    for entry in entries:
+        total += (<Entry>entry).size
+    return total
+
+
+def ram_total(entries):
+    """How many entries hold their body, and the payload bytes of those."""
+    cdef uint64_t count = 0, total = 0
+    cdef Entry e
+    for entry in entries:
+        e = <Entry>entry
+        if e.body is not None:
+            count += 1
+            total += e.size
+    return count, total
+
+
+def persistent_total(entries):
+    """How many entries are persistent, and the payload bytes of those."""
+    cdef uint64_t count = 0, total = 0
+    cdef Entry e
+    for entry in entries:
+        e = <Entry>entry
+        if e.flags & PERSISTENT:
+            count += 1
+            total += e.size
+    return count, total
+
+
+def drop_bodies(entries):
+    """Let go of the bodies; the entries become betas. Returns count and bytes that left RAM."""
+    cdef uint64_t count = 0, total = 0
+    cdef Entry e
+    for entry in entries:
+        e = <Entry>entry
+        if e.body is not None:
+            e.body = None
+            e.head = None
+            count += 1
+            total += e.size
+    return count, total
+
+
+def record_pending(dict pending not None, list entries not None):
+    """pending[seq] = entry, for all."""
+    for entry in entries:
+        PyDict_SetItem(pending, (<Entry>entry).seq, entry)
+
+
+def take_pending(dict pending not None, seqs):
+    """Remove `seqs` from `pending`: the entries found, and the seq_ids that were not there."""
+    cdef list found = []
+    cdef list missing = []
+    for seq in seqs:
+        entry = pending.get(seq)
+        if entry is None:
+            missing.append(seq)
+        else:
+            PyDict_DelItem(pending, seq)
+            found.append(entry)
+    return found, missing
+
+
+def entry_ranges(entries):
+    """The seq_ids of `entries` as a flat list first, count, first, count, ...; one pair where they are dense."""
+    cdef list out = []
+    cdef uint64_t first = 0, following = 0, seq
+    cdef bint some = False
+    for entry in entries:
+        seq = (<Entry>entry).seq
+        if some and seq == following:
+            following += 1
+            continue
+        if some:
+            out.append(first)
+            out.append(following - first)
+        first = seq
+        following = seq + 1
+        some = True
+    if some:
+        out.append(first)
+        out.append(following - first)
+    return out
+
+
+def seq_ranges(list seqs not None):
+    """Sorted seq_ids as a flat list first, count, ..."""
+    cdef list out = []
+    cdef uint64_t first = 0, following = 0, seq
+    cdef bint some = False
+    for item in seqs:
+        seq = item
+        if some and seq == following:
+            following += 1
+            continue
+        if some:
+            out.append(first)
+            out.append(following - first)
+        first = seq
+        following = seq + 1
+        some = True
+    if some:
+        out.append(first)
+        out.append(following - first)
+    return out
+
+
+def deliveries(type cls not None, list entries not None, queue, uint64_t redelivered_below, RangeSet returned not None,
+               dict counts not None):
+    """One `cls` (a subclass of Delivery) for each entry. redelivered: below the bound, or in `returned`."""
+    cdef list made = []
+    cdef Delivery delivery
+    cdef Entry e
+    cdef bint any_returned = returned.n > 0
+    cdef bint any_counts = len(counts) > 0
+    cdef tuple nothing = ()
+    cdef PyTypeObject *kind = <PyTypeObject *>cls
+    if not issubclass(cls, Delivery):
+        raise TypeError("cls must be a Delivery")
+    for entry in entries:
+        e = <Entry>entry
+        delivery = <Delivery>kind.tp_new(cls, <PyObject *>nothing, NULL)
+        delivery.entry = e
+        delivery.queue = queue
+        delivery.redelivered = e.seq < redelivered_below or (any_returned and returned.contains(e.seq))
+        if any_counts:
+            delivery.delivery_count = counts.get(e.seq, 0)
+        made.append(delivery)
+    return made
+
+
+def settle(list messages not None, queue):
+    """Mark deliveries of `queue` settled and return their seq_ids; the first one that is not ours is returned second,
+    and then nothing was marked."""
+    cdef list seqs = []
+    cdef Delivery delivery
+    for message in messages:
+        if not isinstance(message, Delivery):
+            return seqs, message
+        delivery = <Delivery>message
+        if delivery.settled or delivery.queue is not queue:
+            return seqs, message
+        seqs.append(delivery.entry.seq)
+    for message in messages:
+        (<Delivery>message).settled = True
+    return seqs, None

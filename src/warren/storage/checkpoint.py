@@ -1,0 +1,266 @@
+"""The checkpoint: what is alive in sealed journal files moves to segments, so that the files can go.
+
+Order, and why a crash between any two steps is harmless: until step 5 the journal still has everything, and replay of
+what already reached a segment is recognised by its slot.
+
+    1  carry     a queue with little left in the sealed files has it repeated in the newest one; commit
+    2  bodies    .qs appended, synced (and the directory, for new files)
+    3  slots     .qi filled, ack batches appended to .qa, segments without a live slot unlinked; all synced
+    4  switch    with the lock: overlay rows are gone, slots are alive; acks that came meanwhile are taken over
+    5  floor     journal/FLOOR is replaced; only then are journal files below it unlinked
+
+The lock is held for steps 1 and 4 queue by queue, and for small pieces of the others; no publisher waits for a sync.
+Files that many queues touched are synced by one syncfs.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from warren.kernel.journal_codec import check_record
+from warren.kernel.overlay import ROW_BYTES, row_pairs, split_rows, unpack_rows
+from warren.kernel.segment_codec import SLOT_BYTES, convert_rows, measure_rows
+from warren.storage.disk import Disk, DiskFile
+from warren.storage.journal import Journal
+from warren.storage.layout import ACKS_MAGIC, BODIES_MAGIC, HEADER_BYTES, INDEX_MAGIC, journal_path
+from warren.storage.queue_index import QueueIndex
+from warren.storage.segment import Segment
+from warren.storage.seq_ids import SeqIds
+from warren.storage.settings import EngineSettings
+
+_SPAN_BYTES = 2 * 1024 * 1024
+
+
+class Owner(Protocol):
+    """What a checkpoint needs of the vhost."""
+
+    lock: threading.RLock
+
+    def indexes(self) -> list[QueueIndex]: ...
+    def seq_ids(self) -> list[SeqIds]: ...
+    def carry_state(self, upto: int) -> None:
+        """Repeat leases, checkouts and the like whose newest record lies in files up to `upto`."""
+
+    def commit(self) -> None: ...
+    def report(self, path: str, offset: int, length: int, seq: int, why: str) -> None: ...
+
+
+class _Touched:
+    """Files and directories that wait for one sync. Above a limit the handles are let go, and one syncfs serves all."""
+
+    def __init__(self, disk: Disk, root: str, most: int) -> None:
+        self._disk = disk
+        self._root = root
+        self._most = most
+        self._files: dict[str, DiskFile] = {}
+        self._many = False
+        self.directories: set[str] = set()
+
+    def get(self, path: str) -> DiskFile | None:
+        return self._files.get(path)
+
+    def add(self, path: str, file: DiskFile) -> None:
+        if len(self._files) >= self._most:
+            self._many = True
+            self.close()
+        self._files[path] = file
+
+    def sync(self) -> None:
+        if self._many or len(self._files) + len(self.directories) > self._most:
+            self._disk.sync_all(self._root)
+        else:
+            for file in self._files.values():
+                file.sync()
+            for directory in self.directories:
+                self._disk.sync_dir(directory)
+        self.close()
+        self._many = False
+        self.directories.clear()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+_Slots = list[tuple[QueueIndex, Segment, list[tuple[int, bytes]]]]  # runs that wait for their bodies to be synced
+
+
+class Checkpoint:
+    """One run over all sealed files. `run` returns whether there was anything to do."""
+
+    def __init__(self, owner: Owner, disk: Disk, root: str, journal: Journal, settings: EngineSettings) -> None:
+        self._owner = owner
+        self._journal = journal
+        self._settings = settings
+        self._sealed: dict[int, DiskFile] = {}  # journal files being read
+        self._bodies = _Touched(disk, root, settings.sync_all_above)
+        self._slots = _Touched(disk, root, settings.sync_all_above)
+        self._moved: list[tuple[QueueIndex, bytes]] = []
+
+    def run(self, carry_below: int | None = None) -> bool:
+        with self._owner.lock:
+            upto = self._journal.sealed
+            if upto < self._journal.floor:
+                return False
+        limit = self._settings.carry_below if carry_below is None else carry_below
+        try:
+            self._move(self._carry(upto, limit), upto)
+            self._write_acks_and_unlink()
+            self._slots.sync()
+            for index, rows in self._moved:
+                with self._owner.lock:
+                    index.take_over(rows)
+        finally:
+            for file in self._sealed.values():
+                file.close()
+            self._bodies.close()
+            self._slots.close()
+        self._journal.move_floor(upto + 1)
+        with self._owner.lock:
+            self._journal.unlink_below_floor()
+        return True
+
+    # -- 1: carry ----------------------------------------------------------------------------------------------------
+
+    def _carry(self, upto: int, limit: int) -> list[QueueIndex]:
+        """Repeat what is small in the newest file; the queues that have to be moved to segments."""
+        movers = []
+        with self._owner.lock:
+            indexes = self._owner.indexes()
+        for index in indexes:
+            with self._owner.lock:
+                size = index.overlay.bytes_upto(upto)
+                if size >= max(limit, 1):
+                    movers.append(index)
+                elif size:
+                    self._carry_queue(index, upto)
+        with self._owner.lock:
+            for seqs in self._owner.seq_ids():
+                if 0 < seqs.file <= upto:
+                    seqs.carry()
+            self._owner.carry_state(upto)
+        self._owner.commit()  # acks that were under way for carried rows are synced by this, too
+        return movers
+
+    def _carry_queue(self, index: QueueIndex, upto: int) -> None:
+        buffer = self._journal.buffer
+        carried = []
+        for seq, number, offset, size, _ in unpack_rows(index.overlay.rows_upto(upto)):
+            if not index.overlay.rows_between(seq, seq + 1, 1):
+                continue  # acked; the ack is in the buffer or on its way, and the commit that follows makes it safe
+            record = self._journal.read(number, offset, offset + size)
+            if check_record(record):
+                buffer.append_carry(index.sid, seq, record, index.overlay)
+                carried.append(seq)
+            else:
+                path = journal_path(self._journal.directory, number)
+                self._owner.report(path, offset, size, seq, "publish record")
+        counts = [(seq, index.counts_unsaved[seq]) for seq in carried if seq in index.counts_unsaved]
+        if counts:
+            buffer.append_requeue(index.sid, counts)
+
+    # -- 2 and 3: bodies, slots, acks --------------------------------------------------------------------------------
+
+    def _move(self, movers: list[QueueIndex], upto: int) -> None:
+        slots: _Slots = []
+        waiting = 0
+        for index in movers:
+            with self._owner.lock:
+                rows = index.overlay.rows_upto(upto)
+            if not rows:
+                continue
+            self._moved.append((index, rows))
+            for number, file, start, stop, part in split_rows(rows, index.segment_size, _SPAN_BYTES):
+                slots.append(self._write_bodies(index, number, file, start, stop, part))
+                waiting += len(part) // ROW_BYTES
+                if waiting >= self._settings.checkpoint_batch_rows:
+                    self._write_slots(slots)
+                    waiting = 0
+        self._write_slots(slots)
+
+    def _write_bodies(
+        self, index: QueueIndex, number: int, file: int, start: int, stop: int, rows: bytes
+    ) -> tuple[QueueIndex, Segment, list[tuple[int, bytes]]]:
+        reader = self._sealed.get(file)
+        if reader is None:
+            reader = self._sealed[file] = self._journal.open_sealed(file)
+        data = reader.pread(stop - start, start)
+        wanted = measure_rows(rows, data, start)
+        with self._owner.lock:  # reserve the place: transient messages are paged out to the same file
+            segment = index.segment(number)
+            if index.ensure_created(segment):
+                self._bodies.directories.add(index.files.directory)
+            offset = segment.qs_end
+            segment.qs_end += wanted
+        target = self._open(self._bodies, index, segment, "qs", BODIES_MAGIC)
+        damaged: list[tuple[int, int, int]] = []
+        bodies, runs = convert_rows(rows, data, start, index.sid, index.segment_size, offset, damaged)
+        if bodies:
+            target.pwrite(bodies, offset)
+        for seq, at, size in damaged:
+            self._owner.report(journal_path(self._journal.directory, file), at, size, seq, "publish record")
+        return index, segment, runs
+
+    def _write_slots(self, slots: _Slots) -> None:
+        """The bodies are made safe, then the slots that point to them are written."""
+        if not slots:
+            return
+        self._bodies.sync()
+        for index, segment, runs in slots:
+            file = self._open(self._slots, index, segment, "qi", INDEX_MAGIC)
+            for slot, data in runs:
+                file.pwrite(data, HEADER_BYTES + slot * SLOT_BYTES)
+        slots.clear()
+
+    def _open(self, touched: _Touched, index: QueueIndex, segment: Segment, suffix: str, magic: bytes) -> DiskFile:
+        path = index.files.path(segment.number, suffix)
+        file = touched.get(path)
+        if file is None:
+            with self._owner.lock:
+                file, made = index.open_append(segment, suffix, magic)
+            if made:
+                touched.directories.add(index.files.directory)
+            touched.add(path, file)
+        return file
+
+    def _write_acks_and_unlink(self) -> None:
+        """Acks and delivery counts of messages in segments, as one batch a segment; segments with nothing alive go."""
+        with self._owner.lock:
+            lsn = self._journal.synced_lsn
+            indexes = self._owner.indexes()
+        moving = {index: set(row_pairs_segments(rows, index.segment_size)) for index, rows in self._moved}
+        for index in indexes:
+            with self._owner.lock:
+                batches = self._take_unsaved(index, moving.get(index, set()))
+            for segment, acks, counts in batches:
+                file = self._open(self._slots, index, segment, "qa", ACKS_MAGIC)
+                file.append(index.files.ack_batch(lsn, acks, counts))
+
+    def _take_unsaved(
+        self, index: QueueIndex, moving: set[int]
+    ) -> list[tuple[Segment, list[int], dict[int, int]]]:
+        for seq in list(index.counts_unsaved):
+            number, slot = divmod(seq, index.segment_size)
+            if number in index.segments and (number in moving or index.overlay.locate(seq) is None):
+                index.segments[number].counts[slot] = index.counts_unsaved.pop(seq)
+        out = []
+        for segment in list(index.segments.values()):
+            if segment.empty and segment.number not in moving:
+                index.drop_segment(segment.number)
+                self._slots.directories.add(index.files.directory)
+            elif segment.unsaved or segment.counts:
+                out.append((segment, segment.unsaved, segment.counts))
+                segment.unsaved, segment.counts = [], {}
+        return out
+
+
+def row_pairs_segments(rows: bytes, segment_size: int) -> list[int]:
+    """Numbers of the segments that packed rows belong to."""
+    pairs = row_pairs(rows)
+    return [
+        number
+        for i in range(0, len(pairs), 2)
+        for number in range(pairs[i] // segment_size, (pairs[i] + pairs[i + 1] - 1) // segment_size + 1)
+    ]

@@ -1,0 +1,248 @@
+"""Group commit: whoever waits for safety first commits for all who came meanwhile.
+
+A thread that calls `sync` becomes the leader if there is none, and runs one commit: message store first, then journal, so
+that a journal record never refers to a body that is not there. Those who call meanwhile wait, each at a gate of its
+own; what they appended forms the next commit, led by one of them. So commits never overlap, no thread exists for the
+purpose, and a thread that is alone pays no hand-over.
+
+When the disk is full: the reserve is given up, so that the commit under way, and acks after it, have room; publishing is
+refused (`full`) until the reserve could be taken again. Nothing is lost and nothing has to be restarted: a commit that
+could not be written is kept and tried again, at the same place.
+
+When a write or a sync fails otherwise, what the disk holds is unknown: the store has failed, nothing of that batch is
+ever confirmed, and every call raises StoreFailedError until the store is opened again, through recovery.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+
+from warren.errors import DiskFullError, StoreClosedError, StoreFailedError, WarrenError
+from warren.storage.disk import Disk
+from warren.storage.journal import Journal, JournalCommit
+from warren.storage.message_store import Commit as StoreCommit
+from warren.storage.message_store import MessageStore
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _Waiter:
+    __slots__ = ("error", "gate", "lead", "lsn")
+
+    def __init__(self, lsn: int) -> None:
+        self.lsn = lsn
+        self.gate = threading.Lock()
+        self.gate.acquire()
+        self.lead = False
+        self.error: WarrenError | None = None
+
+
+class _Batch:
+    """What one commit takes to the disk."""
+
+    __slots__ = ("journal", "store")
+
+    def __init__(self, store: StoreCommit | None, journal: JournalCommit | None) -> None:
+        self.store = store
+        self.journal = journal
+
+    def run(self) -> None:
+        if self.store is not None:
+            self.store.run()
+        if self.journal is not None:
+            self.journal.run()
+
+    def done(self) -> None:
+        if self.store is not None:
+            self.store.done()
+        if self.journal is not None:
+            self.journal.done()
+
+
+class Committer:
+    def __init__(
+        self, lock: threading.RLock, disk: Disk, root: str, journal: Journal, store: MessageStore, reserve_bytes: int
+    ) -> None:
+        self._lock = lock
+        self._disk = disk
+        self._root = root
+        self._journal = journal
+        self._store = store
+        self._reserve_path = os.path.join(root, "journal", "RESERVE")
+        self._reserve_bytes = reserve_bytes
+        self._leader = False
+        self._waiters: list[_Waiter] = []
+        self._stuck: _Batch | None = None  # could not be written for want of disk; first in line
+        self._sync_store = False  # the next commit syncs the message store even if commits do not
+        self.failed: WarrenError | None = None
+        self.full = False
+        self.commits = 0
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises what made the store unusable. Requires: the lock."""
+        if self.failed is not None:
+            raise self.failed
+
+    def check_publish(self) -> None:
+        """As `check`, and refuses publishing on a full disk."""
+        if self.failed is not None:
+            raise self.failed
+        if self.full:
+            raise DiskFullError(
+                f"the disk of {self._root} is full: free some room, or consume messages; publishing goes on by itself"
+            )
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self.failed is None:
+                failure = StoreFailedError(
+                    f"a write to {self._root} failed: {error}. What was not synced is unknown. "
+                    "Close the store and open it again: it recovers everything that was confirmed"
+                )
+                failure.__cause__ = error
+                self.failed = failure
+
+    def close(self) -> None:
+        with self._lock:
+            if self.failed is None:
+                self.failed = StoreClosedError(f"the store {self._root} was closed")
+
+    # -- waiting for safety ------------------------------------------------------------------------------------------
+
+    def sync(self, lsn: int | None = None) -> None:
+        """Return when everything appended up to `lsn` (default: up to now) is safe."""
+        with self._lock:
+            self.check()
+            if lsn is None:
+                lsn = self._journal.appended_lsn
+            if self._journal.synced_lsn >= lsn:
+                return
+            if not self._leader:
+                self._leader = True
+                waiter = None
+            else:
+                waiter = _Waiter(lsn)
+                self._waiters.append(waiter)
+        if waiter is not None:
+            waiter.gate.acquire()
+            if waiter.error is not None:
+                raise waiter.error
+            if not waiter.lead:
+                return
+        self._lead()
+
+    def commit(self, sync_store: bool = False) -> None:
+        """Commit what is in the buffer now; with `sync_store`, bodies are synced in `os` durability, too."""
+        if sync_store:
+            with self._lock:
+                self._sync_store = True
+        self.sync()
+
+    def _lead(self) -> None:
+        """Run one commit and hand on the lead. Requires: this thread is the leader."""
+        error: WarrenError | None = None
+        try:
+            while True:
+                with self._lock:
+                    batch, retry = self._begin()
+                self._run(batch)
+                with self._lock:
+                    batch.done()
+                    self._stuck = None
+                    self.commits += 1
+                if not retry:
+                    break
+        except WarrenError as failure:
+            error = failure
+        except BaseException as unexpected:
+            self.fail(unexpected)
+            error = self.failed
+        self._hand_on(error)
+        if error is not None:
+            raise error
+
+    def _begin(self) -> tuple[_Batch, bool]:
+        self.check()
+        if self._stuck is not None:
+            return self._stuck, True
+        store = self._store.begin_commit(True if self._sync_store else None)
+        self._sync_store = False
+        return _Batch(store, self._journal.begin()), False
+
+    def _run(self, batch: _Batch) -> None:
+        try:
+            batch.run()
+        except OSError as error:
+            if error.errno not in _FULL:
+                self.fail(error)
+                raise self.failed or error from error
+            self._give_up_reserve()
+            self._retry(batch)
+
+    def _retry(self, batch: _Batch) -> None:
+        """The same bytes at the same place, with the room that the reserve gave."""
+        try:
+            batch.run()
+        except OSError as error:
+            if error.errno not in _FULL:
+                self.fail(error)
+                raise self.failed or error from error
+            with self._lock:
+                self._stuck = batch
+            raise DiskFullError(
+                f"the disk of {self._root} is full and the reserve is used up; nothing is lost, but what was published "
+                "last is not safe yet. Free some room and call sync() again"
+            ) from error
+
+    def _hand_on(self, error: WarrenError | None) -> None:
+        with self._lock:
+            synced = self._journal.synced_lsn
+            left = []
+            for waiter in self._waiters:
+                if error is not None:
+                    waiter.error = error
+                    waiter.gate.release()
+                elif waiter.lsn <= synced:
+                    waiter.gate.release()
+                else:
+                    left.append(waiter)
+            self._waiters = left[1:]
+            self._leader = bool(left)
+            if left:
+                left[0].lead = True
+                left[0].gate.release()
+
+    # -- the reserve -------------------------------------------------------------------------------------------------
+
+    def take_reserve(self) -> bool:
+        """Keep some disk back for acks; whether that worked. Publishing is allowed while it is there."""
+        if not self._reserve_bytes:
+            return True
+        try:
+            if not self._disk.exists(self._reserve_path):
+                if self._disk.free_bytes(self._root) < 2 * self._reserve_bytes:
+                    self.full = True
+                    return False
+                file = self._disk.create(self._reserve_path)
+                try:
+                    file.reserve(self._reserve_bytes)
+                finally:
+                    file.close()
+            self.full = False
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self.full = True
+            with contextlib.suppress(OSError):
+                self._disk.unlink(self._reserve_path)
+        return not self.full
+
+    def _give_up_reserve(self) -> None:
+        self.full = True
+        with contextlib.suppress(OSError):
+            self._disk.unlink(self._reserve_path)

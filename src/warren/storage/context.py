@@ -1,0 +1,28 @@
+"""What every backing queue of a vhost shares."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from warren.storage.journal import Journal
+from warren.storage.message_store import MessageStore
+from warren.storage.rates import MemoryMonitor
+from warren.storage.segment import Report
+from warren.storage.settings import EngineSettings
+
+DEBUG = bool(os.environ.get("WARREN_DEBUG"))
+
+
+@dataclass(slots=True)
+class QueueContext:
+    journal: Journal
+    persistent_store: MessageStore
+    transient_store: MessageStore
+    monitor: MemoryMonitor
+    settings: EngineSettings
+    report: Report
+    debug: bool = DEBUG  # check the invariants after every operation
+    clock: Callable[[], float] = field(default=time.monotonic)

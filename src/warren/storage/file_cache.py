@@ -1,0 +1,38 @@
+"""Open files for reading, a bounded number of them, shared by all queues of a vhost."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from warren.storage.disk import Disk, DiskFile
+
+
+class FileCache:
+    """Requires: the engine's lock. A handle is good until the next call of `get`."""
+
+    def __init__(self, disk: Disk, capacity: int = 256) -> None:
+        self._disk = disk
+        self._capacity = capacity
+        self._open: OrderedDict[str, DiskFile] = OrderedDict()
+
+    def get(self, path: str) -> DiskFile:
+        file = self._open.get(path)
+        if file is not None:
+            self._open.move_to_end(path)
+            return file
+        file = self._disk.open_read(path)
+        self._open[path] = file
+        if len(self._open) > self._capacity:
+            self._open.popitem(last=False)[1].close()
+        return file
+
+    def drop(self, path: str) -> None:
+        """The name is gone, or stands for another file now."""
+        file = self._open.pop(path, None)
+        if file is not None:
+            file.close()
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()

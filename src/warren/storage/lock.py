@@ -1,0 +1,30 @@
+"""One process owns a vhost's directory. The lock goes with the process, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from warren.errors import StoreLockedError
+
+
+class DirectoryLock:
+    """Held from construction to `release`."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            raise StoreLockedError(
+                f"{os.path.dirname(path)} is in use by process {owner}. Close it there, or stop that process"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,389 @@
+"""What a vhost is made of, apart from its messages: the SQLite file `meta.db`.
+
+Rules:
+
+1. A uid is handed out once and never again: not after a delete, not after a crash, not to a queue of the same name.
+   Durable and other queues draw from one sequence, SQLite's own for AUTOINCREMENT.
+2. What a method changed is synced when it returns. Methods called inside `transaction()` become one commit, synced when
+   the block ends; nothing that they returned may be shown to anybody before that.
+3. A file that is not ours, or that a newer Warren wrote, is refused and left as it is.
+4. One thread at a time: the caller holds a lock. Any thread may be the one.
+5. The format is a list of steps, `_MIGRATIONS`. A step that was ever released is not edited; the next goes
+   below it.
+
+Values are stored as JSON that a person can read with the `sqlite3` command; what JSON does not know is tagged:
+`{"$bytes": "AAE="}`, `{"$datetime": "2026-01-01T00:00:00+00:00"}`, `{"$decimal": "1.50"}`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from warren.errors import (
+    DiskFullError,
+    QueueMismatchError,
+    StoreClosedError,
+    StoreFailedError,
+    StoreFormatError,
+    StoreLockedError,
+    StorePathError,
+    WarrenError,
+)
+
+_APPLICATION_ID = 0x5752524E  # "WRRN", in the header of the file: `file meta.db` shows it
+
+# Step n takes the file from format n - 1 to format n. Format 0 is an empty file.
+# To come: exchanges, bindings, policies. Each is a new step at the end.
+_MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+        # A segment slot has 32 bits for the boot.
+        "CREATE TABLE boots (count INTEGER NOT NULL CHECK (count BETWEEN 0 AND 4294967295))",
+        "INSERT INTO boots (count) VALUES (0)",
+        """
+        CREATE TABLE queues (
+            uid INTEGER PRIMARY KEY AUTOINCREMENT,
+            name TEXT NOT NULL UNIQUE,
+            durable INTEGER NOT NULL,
+            auto_delete INTEGER NOT NULL,
+            exclusive INTEGER NOT NULL,
+            arguments TEXT NOT NULL,
+            created_at REAL NOT NULL
+        )
+        """,
+        # SQLite would add this row with the first queue; reserve_uid needs it before.
+        "INSERT INTO sqlite_sequence (name, seq) VALUES ('queues', 0)",
+    ),
+)
+
+FORMAT_VERSION = len(_MIGRATIONS)
+
+_UIDS_RESERVED_AT_ONCE = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRecord:
+    """A queue as it was declared.
+
+    >>> QueueRecord(name="orders", created_at=1767225600.0, arguments={"x-max-length": 10}).durable
+    True
+    """
+
+    name: str
+    created_at: float  # seconds since 1970
+    uid: int = 0  # 0: not declared yet
+    durable: bool = True
+    auto_delete: bool = False
+    exclusive: bool = False
+    arguments: dict[str, object] = field(default_factory=dict)
+
+
+class Metadata:
+    """The file `meta.db` of a vhost, opened or created.
+
+    >>> metadata = Metadata(":memory:")
+    >>> metadata.boot()
+    1
+    >>> metadata.declare_queue(QueueRecord(name="orders", created_at=0.0))
+    1
+    >>> [queue.name for queue in metadata.queues()]
+    ['orders']
+    >>> metadata.close()
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises StoreFormatError when the file is not ours or too new, StorePathError when it cannot be opened."""
+        self.path = path
+        self._reserved: Iterator[int] = iter(())  # uids that are committed as used, and not handed out
+        with self._clear_errors():
+            # No isolation level: the module would open transactions by itself, at moments of its own choice.
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._open = True
+        try:
+            with self._clear_errors():
+                version = self._check_format()
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = FULL")
+                self._db.execute("PRAGMA foreign_keys = ON")
+            self._migrate(version)
+        except BaseException:
+            self.close()
+            raise
+
+    def boot(self) -> int:
+        """Count one more start of the vhost, and return the count: 1 for the first. Fits in 32 bits."""
+        with self.transaction():
+            self._db.execute("UPDATE boots SET count = count + 1")
+            return int(self._db.execute("SELECT count FROM boots").fetchone()[0])
+
+    # ---- queues ----
+
+    def declare_queue(self, record: QueueRecord) -> int:
+        """Keep a queue and return its uid. Raises QueueMismatchError when there is a queue of that name."""
+        return self.declare_queues([record])[0]
+
+    def declare_queues(self, records: Sequence[QueueRecord]) -> list[int]:
+        """Keep many queues with one commit, all or none, and return their uids in the same order.
+
+        >>> metadata = Metadata(":memory:")
+        >>> metadata.declare_queues([QueueRecord(name=name, created_at=0.0) for name in ("a", "b")])
+        [1, 2]
+        >>> metadata.close()
+        """
+        if not records:
+            return []
+        rows = [
+            (
+                record.name,
+                record.durable,
+                record.auto_delete,
+                record.exclusive,
+                _to_json(record.arguments, f"the arguments of queue {record.name!r}"),
+                record.created_at,
+            )
+            for record in records
+        ]
+        columns = "name, durable, auto_delete, exclusive, arguments, created_at"
+        insert = f"INSERT INTO queues ({columns}) VALUES (?, ?, ?, ?, ?, ?)"
+        uids: list[int] = []
+        with self.transaction():
+            for row in rows:
+                try:
+                    uid = self._db.execute(insert, row).lastrowid
+                except sqlite3.IntegrityError as error:
+                    if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_UNIQUE:
+                        raise
+                    raise QueueMismatchError(
+                        f"queue {row[0]!r} is in {self.path} already; delete it before it is declared anew"
+                    ) from None
+                assert uid is not None
+                uids.append(uid)
+        return uids
+
+    def reserve_uid(self) -> int:
+        """A uid for a queue that leaves no row here: it is not durable. Most calls touch no disk."""
+        uid = next(self._reserved, None)
+        if uid is not None:
+            return uid
+        with self.transaction():
+            self._db.execute(
+                "UPDATE sqlite_sequence SET seq = seq + ? WHERE name = 'queues'", (_UIDS_RESERVED_AT_ONCE,)
+            )
+            last = int(self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'queues'").fetchone()[0])
+        self._reserved = iter(range(last - _UIDS_RESERVED_AT_ONCE + 1, last + 1))
+        return next(self._reserved)
+
+    def delete_queue(self, uid: int) -> None:
+        """Forget a queue. Its uid stays used. Deleting what is not there does nothing."""
+        with self.transaction():
+            self._db.execute("DELETE FROM queues WHERE uid = ?", (uid,))
+
+    def queues(self) -> list[QueueRecord]:
+        """Every queue, in the order of declaration."""
+        with self._clear_errors():
+            rows = self._db.execute(
+                "SELECT uid, name, durable, auto_delete, exclusive, arguments, created_at FROM queues ORDER BY uid"
+            ).fetchall()
+        return [
+            QueueRecord(
+                uid=uid,
+                name=name,
+                durable=bool(durable),
+                auto_delete=bool(auto_delete),
+                exclusive=bool(exclusive),
+                arguments=_from_json(arguments),
+                created_at=created_at,
+            )
+            for uid, name, durable, auto_delete, exclusive, arguments, created_at in rows
+        ]
+
+    # ---- settings ----
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value that was set for `key`, or `default`.
+
+        >>> metadata = Metadata(":memory:")
+        >>> metadata.set("default-backing-queue", "sqlite")
+        >>> metadata.get("default-backing-queue")
+        'sqlite'
+        >>> metadata.close()
+        """
+        with self._clear_errors():
+            row = self._db.execute("SELECT value FROM settings WHERE key = ?", (key,)).fetchone()
+        return default if row is None else _from_json(row[0])
+
+    def set(self, key: str, value: object) -> None:
+        """Keep `value` (anything that a queue argument can be) under `key`, in place of what was there."""
+        encoded = _to_json(value, f"setting {key!r}")
+        with self.transaction():
+            self._db.execute("INSERT OR REPLACE INTO settings (key, value) VALUES (?, ?)", (key, encoded))
+
+    # ---- the file ----
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make everything in the block one commit: all of it is synced when the block ends, or, after an error, none.
+
+        >>> metadata = Metadata(":memory:")
+        >>> with metadata.transaction():
+        ...     uid = metadata.declare_queue(QueueRecord(name="new", created_at=0.0))
+        ...     metadata.set("replaced-by", uid)
+        >>> metadata.close()
+        """
+        with self._clear_errors():
+            # Nested, a savepoint: a caller who catches the error of a step keeps the steps before it, whole.
+            begin, commit, rollback = (
+                ("SAVEPOINT step", "RELEASE step", "ROLLBACK TO step")
+                if self._db.in_transaction
+                else ("BEGIN IMMEDIATE", "COMMIT", "ROLLBACK")
+            )
+            self._db.execute(begin)
+            try:
+                yield
+                self._db.execute(commit)
+            except BaseException:
+                # The sequence goes back to where it was: what was reserved meanwhile is not ours any more.
+                self._reserved = iter(())
+                # On a full disk SQLite may have rolled back all of it by itself.
+                if self._db.in_transaction:
+                    self._db.execute(rollback)
+                raise
+
+    def backup(self, target_path: str) -> None:
+        """Copy the file, as it is now, to a new file that is complete and synced. The caller syncs its directory.
+
+        Requires: no transaction is open. Raises FileExistsError.
+        """
+        if os.path.exists(target_path):
+            raise FileExistsError(f"{target_path} exists; a backup of {self.path} needs a name that is free")
+        with self._clear_errors():
+            assert not self._db.in_transaction
+            with contextlib.closing(sqlite3.connect(target_path, isolation_level=None)) as target:
+                target.execute("PRAGMA synchronous = FULL")
+                self._db.backup(target)
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        if self._open:
+            self._open = False
+            self._db.close()
+
+    def _check_format(self) -> int:
+        """The format version of the file: 0 for a new one."""
+        application_id, version, tables = (
+            int(self._db.execute(question).fetchone()[0])
+            for question in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_schema")
+        )
+        # A crash right after the file was created leaves one without tables: it is new, too.
+        if application_id != _APPLICATION_ID and (application_id, version, tables) != (0, 0, 0):
+            raise StoreFormatError(
+                f"{self.path} is an SQLite database, but not one of Warren (application id {application_id:#x}, not "
+                f"{_APPLICATION_ID:#x}); choose another directory for the store, or move that file away"
+            )
+        if version > FORMAT_VERSION:
+            raise StoreFormatError(
+                f"{self.path} has metadata format version {version}, this Warren supports {FORMAT_VERSION} and older; "
+                f"open it with the Warren that wrote it, or a newer one"
+            )
+        return version
+
+    def _migrate(self, version: int) -> None:
+        """Bring the file to the newest format. A step is one commit, so a crash leaves a whole format."""
+        for number, statements in enumerate(_MIGRATIONS[version:], version + 1):
+            with self.transaction():
+                for statement in statements:
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                self._db.execute(f"PRAGMA user_version = {number}")
+
+    @contextlib.contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        """Errors of SQLite become ours, with the path and the remedy."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if not getattr(self, "_open", True):
+                raise StoreClosedError(f"{self.path} was closed") from None
+            raise _clear_error(self.path, error) from error
+
+
+def _clear_error(path: str, error: sqlite3.Error) -> WarrenError:
+    # The low byte is the kind; the others say more of where it happened.
+    kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    if kind == sqlite3.SQLITE_FULL:
+        return DiskFullError(f"no room to write {path}: {error}; free some space, then try again")
+    if kind == sqlite3.SQLITE_NOTADB:
+        return StoreFormatError(
+            f"{path} is not a file of Warren's metadata: no format version is found in it, version {FORMAT_VERSION} is "
+            f"supported; choose another directory for the store, or bring back the file from a snapshot"
+        )
+    if kind in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return StorePathError(f"cannot open {path} to write: {error}; the directory must exist and be writable")
+    if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return StoreLockedError(f"another process is writing {path}; close it and try again")
+    return StoreFailedError(f"{path}: {error}; close the store and open it again")
+
+
+# ---- JSON with tags ----
+
+
+def _to_json(value: object, what: str) -> str:
+    return json.dumps(_tagged(value, what), separators=(",", ":"))
+
+
+def _from_json(text: str) -> Any:
+    return json.loads(text, object_hook=_untagged)
+
+
+def _tagged(value: object, what: str) -> object:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_tagged(item, what) for item in value]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{what}: the key {key!r} is a {type(key).__name__}; keys are str")
+        plain = {key: _tagged(item, what) for key, item in value.items()}
+        # A dict that looks like a tag, {"$bytes": 1}, is stored as {"$dict": [["$bytes", 1]]}: a list, so that reading,
+        # which begins with the innermost object, does not take it for one.
+        return {"$dict": [[key, item] for key, item in plain.items()]} if _looks_like_a_tag(plain) else plain
+    if isinstance(value, bytes | bytearray):
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, datetime.datetime):
+        return {"$datetime": value.isoformat()}
+    if isinstance(value, Decimal):
+        return {"$decimal": str(value)}
+    raise TypeError(
+        f"{what}: {value!r} is a {type(value).__name__}; it can be None, bool, int, float, str, bytes, Decimal, "
+        f"datetime, list or dict"
+    )
+
+
+def _looks_like_a_tag(value: dict[str, object]) -> bool:
+    return len(value) == 1 and next(iter(value)).startswith("$")
+
+
+def _untagged(value: dict[str, Any]) -> object:
+    if not _looks_like_a_tag(value):
+        return value
+    [(tag, content)] = value.items()
+    match tag:
+        case "$dict":
+            return dict(content)
+        case "$bytes":
+            return base64.b64decode(content)
+        case "$datetime":
+            return datetime.datetime.fromisoformat(content)
+        case "$decimal":
+            return Decimal(content)
+    raise ValueError(f"unknown tag {tag!r} in the metadata")

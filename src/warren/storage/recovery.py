@@ -1,0 +1,246 @@
+"""How a vhost begins again: from the terms of a clean stop, or from its files after a dirty one.
+
+Clean: the file `recovery` says which slots of which segment are alive, and the journal is empty; no segment is read. It
+is erased as soon as it was read, so it can never describe a store that has changed since.
+
+Dirty, for the whole vhost: FLOOR, then the journal files from there on, then headers, slots and ack batches of every
+segment; bodies are not read. Acks of the journal are applied to slots; a message that is in the journal and in a slot
+(a checkpoint was cut short) is taken from the slot. The message store is counted anew from what is alive.
+
+Records of a uid that the metadata does not know are dropped: the queue was deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from base64 import b64decode, b64encode
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from warren.kernel.checksum import crc32c
+from warren.kernel.entry import IN_STORE, PERSISTENT, Entry
+from warren.kernel.journal_codec import DEDUP, read_publishes, replay
+from warren.kernel.overlay import Overlay, split_rows
+from warren.kernel.ranges import RangeSet
+from warren.storage.disk import Disk
+from warren.storage.journal import list_files, read_floor
+from warren.storage.layout import HEADER_BYTES, JOURNAL_MAGIC, journal_path, unpack_header
+from warren.storage.ledger import Ledger
+from warren.storage.queue_index import QueueIndex
+from warren.storage.segment import Report, Segment
+
+_TERMS = struct.Struct("<4sIQ")  # magic, length of the JSON, length of the store's terms; JSON; terms; CRC of all
+_TERMS_MAGIC = b"WRNR"
+_SPAN_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class JournalReplay:
+    """What the journal says."""
+
+    overlays: dict[int, Overlay]
+    acks: dict[int, RangeSet] = field(default_factory=dict)
+    counts: dict[int, dict[int, int]] = field(default_factory=dict)
+    reserved: dict[int, int] = field(default_factory=dict)
+    last_file: int = 0
+    last_lsn: int = 0
+    records: int = 0
+
+
+def replay_journal(
+    disk: Disk, directory: str, sids: list[int], ledger: Ledger, report: Report, progress: Callable[[int, int], None]
+) -> JournalReplay:
+    """Read all files from the floor on. `progress` gets (files done, files)."""
+    floor, why = read_floor(disk, directory)
+    if why is not None:
+        report(os.path.join(directory, "FLOOR"), 0, 20, -1, f"{why}; rebuilt from the journal's headers")
+    state = JournalReplay({sid: Overlay() for sid in sids})
+    numbers = list_files(disk, directory)
+    state.last_file = max([floor - 1, *numbers])
+    needed = [number for number in numbers if number >= floor]
+    for done, number in enumerate(needed):
+        path = journal_path(directory, number)
+        data = disk.read(path)
+        if unpack_header(JOURNAL_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
+            report(path, 0, min(len(data), HEADER_BYTES), -1, "header of a journal file; its records are still read")
+        others: list[tuple[int, Any]] = []
+        damaged: list[tuple[int, int]] = []
+        lsn, _, records, _ = replay(
+            data, HEADER_BYTES, number, state.overlays, state.acks, state.counts, state.reserved, others, damaged
+        )
+        for kind, body in others:
+            if kind == DEDUP and isinstance(body, tuple):
+                sid, producer, publishing_id = body
+                ledger.note(DEDUP, f"{sid >> 8}:{producer.decode()}", publishing_id, number)
+            else:
+                ledger.replay(kind, body, number)
+        last = number == needed[-1]
+        for offset, length in damaged:
+            report(path, offset, length, -1, "end of the journal: torn, or damaged" if last else "journal record")
+        state.last_lsn = max(state.last_lsn, lsn)
+        state.records += records
+        progress(done + 1, len(needed))
+    for overlay in state.overlays.values():
+        overlay.squeeze()
+    return state
+
+
+@dataclass(slots=True)
+class StreamRecovery:
+    """What a dirty start found of one stream."""
+
+    count: int
+    bytes: int
+    low: int
+    stop: int  # above every seq_id found
+    stored: list[tuple[int, bytes]]  # (seq_id, msg_id) of what refers to the message store
+    counts: dict[int, int]
+
+
+def recover_stream(disk: Disk, directory: str, index: QueueIndex, state: JournalReplay, boot: int, report: Report) -> StreamRecovery:
+    """Rebuild an index from its segments and the journal's word."""
+    index.overlay = overlay = state.overlays[index.sid]
+    stored: list[tuple[int, bytes]] = []
+    counts: dict[int, int] = {}
+    acks = state.acks.get(index.sid)
+    total = 0
+    stop = overlay.last_seq() + 1
+    size = index.segment_size
+    for number in index.files.numbers():
+        segment, live_bytes, refs, segment_counts = index.files.recover(number, boot, report)
+        base = number * size
+        stop = max(stop, base + size)
+        if acks:
+            total += _apply_acks(segment, base, size, acks, refs, live_bytes)
+        else:
+            total += live_bytes
+        if segment.empty and not segment.unsaved:
+            index.files.unlink(number)
+            continue
+        index.segments[number] = segment
+        stored += [(base + slot, msg_id) for slot, msg_id in refs if segment.live[slot >> 3] & 1 << (slot & 7)]
+        counts.update((base + slot, count) for slot, count in segment_counts.items())
+    for first, length in _pairs(index.live_pairs(0, stop)) if stop else ():
+        overlay.forget(first, length)
+    overlay.squeeze()
+    journal_count, journal_bytes = overlay.live_totals()
+    for entry in _stored_in_journal(disk, directory, overlay, size, report):
+        stored.append((entry.seq, entry.msg_id))
+        journal_bytes += entry.size
+    fresh = state.counts.get(index.sid, {})
+    counts.update(fresh)
+    alive = {seq: count for seq, count in counts.items() if _is_live(index, seq)}
+    index.counts_unsaved = {seq: count for seq, count in fresh.items() if seq in alive}
+    slots = sum(segment.live_count for segment in index.segments.values())
+    return StreamRecovery(
+        count=slots + journal_count,
+        bytes=total + journal_bytes,
+        low=_lowest(index),
+        stop=stop,
+        stored=stored,
+        counts=alive,
+    )
+
+
+def _pairs(flat: list[int]) -> list[tuple[int, int]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _apply_acks(
+    segment: Segment, base: int, size: int, acks: RangeSet, refs: list[tuple[int, bytes]], live_bytes: int
+) -> int:
+    """Acks of the journal hit slots: they are dead, and .qa does not have them yet. Payload bytes that stay."""
+    cleared: list[int] = []
+    before = segment.live_count
+    for first, count in _pairs(acks.pairs(base, base + size)):
+        segment.kill(first - base, count, cleared)
+    segment.unsaved += cleared
+    return live_bytes * segment.live_count // before if before else 0
+
+
+def _is_live(index: QueueIndex, seq: int) -> bool:
+    number, slot = divmod(seq, index.segment_size)
+    segment = index.segments.get(number)
+    if segment is not None and segment.live[slot >> 3] & 1 << (slot & 7):
+        return True
+    return index.overlay.locate(seq) is not None
+
+
+def _lowest(index: QueueIndex) -> int:
+    low = index.overlay.first_seq()
+    for number in sorted(index.segments):
+        if index.segments[number].live_count:
+            first = index.live_pairs(number * index.segment_size, (number + 1) * index.segment_size)[0]
+            return first if low is None else min(first, low)
+    return low or 0
+
+
+def _stored_in_journal(disk: Disk, directory: str, overlay: Overlay, segment_size: int, report: Report) -> list[Entry]:
+    """Entries of publish records that refer to the message store."""
+    entries: list[Entry] = []
+    damaged: list[tuple[int, int, int]] = []
+    for _, number, start, stop, rows in split_rows(overlay.stored_rows(), segment_size, _SPAN_BYTES):
+        file = disk.open_read(journal_path(directory, number))
+        try:
+            read_publishes(rows, file.pread(stop - start, start), start, entries, damaged)
+        finally:
+            file.close()
+    return [entry for entry in entries if entry.flags & IN_STORE and entry.flags & PERSISTENT]
+
+
+def store_references(streams: list[StreamRecovery]) -> Counter[bytes]:
+    """How many queues refer to each body."""
+    return Counter(msg_id for stream in streams for _, msg_id in stream.stored)
+
+
+# -- terms of a clean stop ---------------------------------------------------------------------------------------------
+
+
+def pack_segments(index: QueueIndex) -> list[list[Any]]:
+    """The segments of an index for the terms."""
+    return [
+        [segment.number, segment.live_count, segment.qs_end, b64encode(bytes(segment.live)).decode()]
+        for segment in index.segments.values()
+        if segment.live_count
+    ]
+
+
+def unpack_segments(index: QueueIndex, packed: list[list[Any]]) -> None:
+    for number, live_count, qs_end, live in packed:
+        segment = index.segment(number)
+        segment.live = bytearray(b64decode(live))
+        segment.live_count = live_count
+        segment.qs_end = qs_end
+        segment.created = True
+
+
+def write_terms(disk: Disk, root: str, terms: dict[str, Any], store_terms: bytes) -> None:
+    """The last act of a clean stop."""
+    text = json.dumps({**terms, "written_at": time.time()}, separators=(",", ":")).encode()
+    data = _TERMS.pack(_TERMS_MAGIC, len(text), len(store_terms)) + text + store_terms
+    disk.replace(os.path.join(root, "recovery"), data + struct.pack("<I", crc32c(data)))
+
+
+def take_terms(disk: Disk, root: str, report: Report) -> tuple[dict[str, Any], bytes] | None:
+    """Read the terms and erase them; None: the last stop was dirty, or they are damaged."""
+    path = os.path.join(root, "recovery")
+    if not disk.exists(path):
+        return None
+    data = disk.read(path)
+    sound = len(data) >= _TERMS.size + 4 and struct.unpack("<I", data[-4:])[0] == crc32c(data[:-4])
+    if not sound:
+        report(path, 0, len(data), -1, "recovery terms do not check out; everything is read again")
+    disk.unlink(path)
+    disk.sync_dir(root)
+    if not sound:
+        return None
+    magic, text_length, store_length = _TERMS.unpack_from(data)
+    if magic != _TERMS_MAGIC:
+        return None
+    text = data[_TERMS.size : _TERMS.size + text_length]
+    return json.loads(text), data[_TERMS.size + text_length : _TERMS.size + text_length + store_length]

@@ -1,0 +1,241 @@
+"""One segment of a queue: 4096 seq_ids in three files.
+
+    <n>.qi   slots: where each message is; written once; a trailer when no slot can follow
+    <n>.qs   bodies, append-only
+    <n>.qa   what happened later: acks and delivery counts, append-only batches
+
+A slot is alive while its bit in `live` is set: it was written, and no ack of it is in the journal or in .qa. A segment
+whose last slot dies, and whose acks are all synced, is unlinked as a whole; its number may come back later.
+
+Before a file that a snapshot shares is appended to, it is replaced by a copy: the snapshot's bytes never change.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+
+from warren.kernel.checksum import crc32c
+from warren.kernel.segment_codec import SLOT_BYTES, clear_bits, live_bytes, scan_slots, set_bits
+from warren.storage.disk import Disk, DiskFile
+from warren.storage.layout import (
+    ACKS_MAGIC,
+    BODIES_MAGIC,
+    HEADER_BYTES,
+    INDEX_MAGIC,
+    TRAILER_MAGIC,
+    pack_header,
+    unpack_header,
+)
+
+# magic, number of entries, LSN, length of the entries, CRC of sid, these 20 bytes and the entries
+_BATCH = struct.Struct("<4sIQII")
+_BATCH_MAGIC = b"WQAB"
+_ENTRY = struct.Struct("<HHI")  # slot, kind, value
+_ACK_RUN = 1  # value: how many slots from this one on are acked
+_COUNT = 2  # value: the delivery count of this slot
+_TRAILER = struct.Struct("<4sIQQI32xI")  # magic, slots written, min and max published-at, CRC of the slots, CRC
+
+Report = Callable[[str, int, int, int, str], None]  # path, offset, length, seq_id or -1, why
+
+
+class Segment:
+    __slots__ = ("counts", "created", "live", "live_count", "number", "qs_end", "trailer", "unsaved", "unsynced")
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self.live = bytearray((size + 7) // 8)
+        self.live_count = 0
+        self.unsynced = 0  # slots whose ack is in the journal but not synced: they hold the files
+        self.unsaved: list[int] = []  # synced acks that .qa does not have yet: slot, count, ...
+        self.counts: dict[int, int] = {}  # delivery counts that .qa does not have yet: slot -> count
+        self.created = False  # .qi and .qs exist
+        self.qs_end = HEADER_BYTES  # where the next body goes
+        self.trailer = False
+
+    @property
+    def empty(self) -> bool:
+        return self.live_count == 0 and self.unsynced == 0
+
+    def add(self, first: int, count: int) -> None:
+        """Slots were written."""
+        self.live_count += int(set_bits(self.live, first, count))
+
+    def kill(self, first: int, count: int, cleared: list[int]) -> int:
+        """Slots are not to be read any more; those that were alive go to `cleared` as pairs."""
+        gone = int(clear_bits(self.live, first, count, cleared))
+        self.live_count -= gone
+        return gone
+
+
+class SegmentFiles:
+    """Paths and bytes of the segments of one stream. Stateless but for its directory."""
+
+    __slots__ = ("_directory", "_disk", "segment_size", "sid")
+
+    def __init__(self, disk: Disk, directory: str, sid: int, segment_size: int) -> None:
+        self._disk = disk
+        self._directory = directory
+        self.sid = sid
+        self.segment_size = segment_size
+
+    @property
+    def directory(self) -> str:
+        return self._directory
+
+    def path(self, number: int, suffix: str) -> str:
+        return os.path.join(self._directory, f"{number}.{suffix}")
+
+    def numbers(self) -> list[int]:
+        """Segments that have an index file."""
+        stems = (name.removesuffix(".qi") for name in self._disk.listdir(self._directory) if name.endswith(".qi"))
+        return sorted(int(stem) for stem in stems if stem.isdigit())
+
+    def open_append(self, number: int, suffix: str, magic: bytes) -> tuple[DiskFile, bool]:
+        """A handle for writing, and whether a name was made that `sync_dir` has to make safe."""
+        path = self.path(number, suffix)
+        if not self._disk.exists(path):
+            file = self._disk.create(path)
+            file.append(pack_header(magic, self.sid, number * self.segment_size, self.segment_size))
+            return file, True
+        file = self._disk.open(path)
+        if file.links() == 1:
+            if file.size >= HEADER_BYTES:
+                return file, False
+            file.pwrite(pack_header(magic, self.sid, number * self.segment_size, self.segment_size), 0)
+            return file, False
+        data = file.pread(file.size, 0)
+        file.close()
+        self._disk.replace(path, data)
+        return self._disk.open(path), False
+
+    def create(self, segment: Segment) -> bool:
+        """Make .qi and .qs; whether a directory sync is due."""
+        self._disk.make_dirs(self._directory)
+        fresh = False
+        for suffix, magic in (("qi", INDEX_MAGIC), ("qs", BODIES_MAGIC)):
+            file, made = self.open_append(segment.number, suffix, magic)
+            if suffix == "qs":
+                segment.qs_end = max(segment.qs_end, file.size)
+            file.close()
+            fresh = fresh or made
+        segment.created = True
+        return fresh
+
+    def unlink(self, number: int) -> None:
+        for suffix in ("qa", "qs", "qi"):
+            path = self.path(number, suffix)
+            if self._disk.exists(path):
+                self._disk.unlink(path)
+
+    # -- .qa ---------------------------------------------------------------------------------------------------------
+
+    def ack_batch(self, lsn: int, acks: list[int], counts: dict[int, int]) -> bytes:
+        """The bytes of one batch: ack runs (flat: slot, count, ...) and delivery counts."""
+        entries = [_ENTRY.pack(acks[i], _ACK_RUN, acks[i + 1]) for i in range(0, len(acks), 2)]
+        entries += [_ENTRY.pack(slot, _COUNT, count) for slot, count in counts.items()]
+        body = b"".join(entries)
+        head = _BATCH.pack(_BATCH_MAGIC, len(entries), lsn, len(body), 0)[:-4]
+        return head + struct.pack("<I", self._batch_crc(head, body)) + body
+
+    def _batch_crc(self, head: bytes, body: bytes) -> int:
+        return crc32c(body, crc32c(head, crc32c(struct.pack("<Q", self.sid))))
+
+    def read_ack_batches(self, number: int, report: Report) -> tuple[list[int], dict[int, int]]:
+        """All acks and delivery counts of .qa. A bad batch is void and reported; reading goes on at the next one."""
+        path = self.path(number, "qa")
+        acks: list[int] = []
+        counts: dict[int, int] = {}
+        if not self._disk.exists(path):
+            return acks, counts
+        data = self._disk.read(path)
+        if unpack_header(ACKS_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
+            report(path, 0, min(len(data), HEADER_BYTES), -1, "header of an ack file")
+        at = HEADER_BYTES
+        while at < len(data):
+            batch = self._batch_at(data, at)
+            if batch is None:
+                following = self._next_batch(data, at + 1)
+                if any(data[at:following]):
+                    report(path, at, following - at, -1, "ack batch: its acks are void, its messages come back")
+                at = following
+                continue
+            body, at = batch
+            for offset in range(0, len(body), _ENTRY.size):
+                slot, kind, value = _ENTRY.unpack_from(body, offset)
+                if kind == _ACK_RUN:
+                    acks += (slot, value)
+                else:
+                    counts[slot] = value
+        return acks, counts
+
+    def _batch_at(self, data: bytes, at: int) -> tuple[bytes, int] | None:
+        if len(data) - at < _BATCH.size:
+            return None
+        magic, _, _, length, crc = _BATCH.unpack_from(data, at)
+        start = at + _BATCH.size
+        body = data[start : start + length]
+        if magic != _BATCH_MAGIC or len(body) != length or self._batch_crc(data[at : start - 4], body) != crc:
+            return None
+        return body, start + length
+
+    def _next_batch(self, data: bytes, at: int) -> int:
+        while (at := data.find(_BATCH_MAGIC, at)) >= 0:
+            if self._batch_at(data, at) is not None:
+                return at
+            at += 1
+        return len(data)
+
+    # -- recovery ----------------------------------------------------------------------------------------------------
+
+    def recover(
+        self, number: int, boot: int, report: Report
+    ) -> tuple[Segment, int, list[tuple[int, bytes]], dict[int, int]]:
+        """Rebuild a segment from its files: itself, payload bytes alive, store references alive (slot, msg_id), counts."""
+        segment = Segment(number, self.segment_size)
+        path = self.path(number, "qi")
+        data = self._disk.read(path)
+        if unpack_header(INDEX_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
+            report(path, 0, min(len(data), HEADER_BYTES), -1, "header of an index segment; its slots are still read")
+        slots = data[HEADER_BYTES : HEADER_BYTES + self.segment_size * SLOT_BYTES]
+        first = number * self.segment_size
+        refs: list[tuple[int, bytes]] = []
+        damaged: list[int] = []
+        kept, total, written, _, _ = scan_slots(slots, first, self.sid, boot, segment.live, refs, damaged)
+        segment.live_count = kept
+        torn = len(slots) % SLOT_BYTES
+        if torn:
+            slots = slots[:-torn]
+        for slot in damaged:
+            report(path, HEADER_BYTES + slot * SLOT_BYTES, SLOT_BYTES, first + slot, "slot")
+        trailer = data[HEADER_BYTES + self.segment_size * SLOT_BYTES :]
+        segment.trailer = len(trailer) >= _TRAILER.size and self._trailer_holds(trailer, slots, written)
+        acks, counts = self.read_ack_batches(number, report)
+        killed: list[int] = []
+        for i in range(0, len(acks), 2):
+            segment.kill(acks[i], acks[i + 1], killed)
+        if killed:
+            refs = [(slot, msg_id) for slot, msg_id in refs if segment.live[slot >> 3] & 1 << (slot & 7)]
+            total = live_bytes(slots, segment.live)
+        segment.created = True
+        bodies = self.path(number, "qs")
+        segment.qs_end = max(HEADER_BYTES, self._disk.size(bodies)) if self._disk.exists(bodies) else HEADER_BYTES
+        segment.created = self._disk.exists(bodies)
+        return segment, int(total), refs, counts
+
+    # -- the trailer -------------------------------------------------------------------------------------------------
+
+    def trailer(self, slots: bytes, written: int, low: int, high: int) -> bytes:
+        """The zone map of a segment to which no slot can be added."""
+        head = _TRAILER.pack(TRAILER_MAGIC, written, low, high, crc32c(slots), 0)[:-4]
+        return head + struct.pack("<I", crc32c(head, crc32c(struct.pack("<Q", self.sid))))
+
+    def _trailer_holds(self, trailer: bytes, slots: bytes, written: int) -> bool:
+        magic, count, _, _, slots_crc, crc = _TRAILER.unpack_from(trailer)
+        return (
+            magic == TRAILER_MAGIC
+            and crc == crc32c(trailer[: _TRAILER.size - 4], crc32c(struct.pack("<Q", self.sid)))
+            and count == written
+            and slots_crc == crc32c(slots)
+        )

@@ -1,0 +1,1072 @@
+"""The real backing queue: messages flow q1 -> q2 -> delta -> q3 -> q4 between RAM and disk.
+
+    publish -> [ q1 -> q2 -> delta -> q3 -> q4 ] -> consumer          head to tail: q4, q3, delta, q2, q1
+
+    alpha   position and body in RAM                 q1, q4
+    beta    position in RAM, body on disk            q2, q3   (of a transient message)
+    gamma   the same, position also on disk          q2, q3   (every persistent message is on disk anyway)
+    delta   nothing in RAM but a count               delta: start, end, count
+
+A short queue lives in q4 alone. When more whole messages are in RAM than `target_ram_count`, alphas become betas: q1
+from its head side, then q4 from its rear. When there are too many betas, they go to delta in batches, and never less
+than the rest of the head's segment stays in q3. Messages come back only by consumption: when q3 runs empty, the next
+piece of delta, up to a segment boundary, is read into q3.
+
+Invariants, after every operation (`_check`, under WARREN_DEBUG):
+
+1. q1 non-empty => q3 non-empty; q2 non-empty => delta non-empty; delta non-empty => q3 non-empty.
+2. len = 0 <=> q3 and q4 empty. len = sum of all five.
+3. seq_ids rise from q4 through q3, delta, q2 to q1. A requeued message is merged by its seq_id, never pushed to the head.
+4. Every entry in q1 and q4 has its body; the RAM counts are what the containers hold.
+
+Pending acks are whole in RAM (`_ram_pending`) up to the same target, the rest are ranges of seq_ids (`_disk_pending`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from warren.kernel.entry import (
+    IN_QS,
+    IN_STORE,
+    PERSISTENT,
+    SLOTTED,
+    Entry,
+    drop_bodies,
+    entry_ranges,
+    ram_total,
+    record_pending,
+    seq_ranges,
+    take_pending,
+    total_size,
+)
+from warren.kernel.journal_codec import ACK, PURGE
+from warren.kernel.overlay import LIVE
+from warren.kernel.ranges import RangeSet
+from warren.storage.context import QueueContext
+from warren.storage.message_store import MessageDamaged, MessageMissing
+from warren.storage.payload import join_payload, split_payload
+from warren.storage.queue_index import QueueIndex
+from warren.storage.rates import Rates
+from warren.storage.seq_ids import SeqIds
+
+T = TypeVar("T")
+_by_seq = attrgetter("seq")
+_READ_AHEAD = 256  # bodies read at once for single fetches
+_READ_AHEAD_BYTES = 1024 * 1024
+
+
+class VariableQueue:
+    """One stream (a queue, or one priority level of it). Implements `BackingQueue`."""
+
+    def __init__(self, index: QueueIndex, seqs: SeqIds, context: QueueContext, durable: bool = True) -> None:
+        self.index = index
+        self.seqs = seqs
+        self.durable = durable
+        self._context = context
+        self._settings = context.settings
+        self._journal = context.journal
+        self.q1: deque[Entry] = deque()
+        self.q2: deque[Entry] = deque()
+        self.q3: deque[Entry] = deque()
+        self.q4: deque[Entry] = deque()
+        self.delta_start = 0  # valid while delta_count > 0
+        self.delta_end = 0
+        self.delta_count = 0
+        self.delta_transient = 0  # transient messages among them, at most
+        self._len = 0
+        self._bytes = 0  # payload of ready messages
+        self._ram_count = 0  # ready messages whose body is in RAM
+        self._ram_bytes = 0  # their payload, and that of _ram_pending
+        self._ram_pending: dict[int, Entry] = {}
+        self._disk_pending = RangeSet()  # pending acks that are only on disk
+        self._disk_transient = RangeSet()  # those of them that are transient
+        self._disk_pending_bytes = 0
+        self._unacked_bytes = 0  # of _ram_pending
+        self._leased = RangeSet()  # part of _disk_pending that belongs to checkouts
+        self._stored = 0  # messages, ready or pending, whose payload is in the persistent message store
+        self.counts: dict[int, int] = {}  # seq_id -> delivery count, where it is not 0
+        self.returned = RangeSet()  # seq_ids that were handed out and came back
+        self.redelivered_below = 0  # everything below was perhaps handed out before a crash
+        self._ack_is_synced = False  # an ack under way has its record in the journal already
+        self._confirmed: list[int] = []
+        self._unconfirmed = 0
+        self._rates = Rates(context.clock())
+        self._target = context.settings.ram_target
+        self._disk_reads = 0
+        self._disk_writes = 0
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def init(self, recovered: dict[str, Any] | None) -> None:
+        if recovered is None:
+            return
+        self.redelivered_below = recovered["redelivered_below"]
+        self.returned = RangeSet(recovered["returned"])
+        self.counts = recovered["counts"]
+        self._stored = recovered["stored"]
+        self._leased = RangeSet(recovered["leased"])
+        self._disk_pending = self._leased.copy()
+        self._bytes = recovered["bytes"]
+        self._len = recovered["count"]
+        if self._leased:
+            share = self._bytes * len(self._leased) // max(1, self._len + len(self._leased))
+            self._disk_pending_bytes = share
+            self._bytes -= share
+        if self._len:
+            self.delta_start = recovered["low"]
+            self.delta_end = self.seqs.next
+            self.delta_count = self._len
+            self._load_delta()
+        self._check()
+
+    def terminate(self) -> dict[str, Any]:
+        pending = RangeSet(self.returned.pairs())
+        pending.add_pairs(seq_ranges(sorted(self._ram_pending)))
+        pending.add_pairs(self._disk_pending.pairs())
+        pending.remove_pairs(self._leased.pairs())
+        return {
+            "redelivered_below": self.redelivered_below,
+            "returned": pending.pairs(),
+            "counts": self.counts,
+            "stored": self._stored,
+        }
+
+    def delete_and_terminate(self) -> None:
+        """Also drops references to stored bodies, at once: the caller has committed the delete to the metadata."""
+        stored = self._context.transient_store
+        for queue in (self.q1, self.q2, self.q3, self.q4, self._ram_pending.values()):
+            for entry in queue:
+                if entry.flags & IN_STORE and not entry.flags & PERSISTENT:
+                    stored.remove(entry.msg_id)
+        self._context.persistent_store.remove_many(self._stored_ids([0, self.seqs.next]))
+        self._context.monitor.forget(id(self), self._ram_bytes)
+        self._ram_bytes = 0
+        self.index.close()
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def publish(self, entries: list[Entry], confirm: bool = False) -> None:
+        self._persist(entries, confirm)
+        self.accept(entries)
+
+    def publish_delivered(self, entries: list[Entry], confirm: bool = False) -> None:
+        assert not self._context.debug or self.is_empty(), "publish_delivered requires an empty queue"
+        self._persist(entries, confirm)
+        self.note_stored(entries)
+        self._rates.entered += len(entries)
+        self._rates.left += len(entries)
+        size = total_size(entries)
+        self._add_ram(size)
+        self._pend(entries, size)
+        self._settle_down()
+
+    def discard(self, entries: list[Entry]) -> None:
+        pass
+
+    def is_duplicate(self, entry: Entry) -> bool:
+        return False
+
+    def _persist(self, entries: list[Entry], confirm: bool) -> None:
+        """Journal what is persistent; large payloads go to the message store."""
+        persistent = [entry for entry in entries if entry.flags & PERSISTENT]
+        if persistent:
+            self._store_large(persistent)
+            self._journal.buffer.append_publishes(self.index.sid, persistent, self.index.overlay, LIVE)
+        if confirm:
+            pairs = entry_ranges(persistent)
+            if pairs:
+                self._unconfirmed += len(persistent)
+                self._journal.after(lambda: self._confirm(pairs))
+            if len(persistent) < len(entries):
+                self._confirmed += entry_ranges(e for e in entries if not e.flags & PERSISTENT)
+
+    def _store_large(self, entries: list[Entry]) -> None:
+        """Large payloads go to the message store, unless a fan-out put them there."""
+        self._disk_writes += len(entries)
+        for entry in entries:
+            if entry.size >= self._settings.embed_below and not entry.flags & IN_STORE:
+                store = self._context.persistent_store
+                entry.msg_id = store.next_id()
+                entry.flags |= IN_STORE
+                store.write(entry.msg_id, join_payload(entry.head, entry.body), 1)
+
+    def journal_publish(self, entries: list[Entry], state: int) -> None:
+        """The records only; `reveal` follows once they are synced."""
+        persistent = [entry for entry in entries if entry.flags & PERSISTENT]
+        if persistent:
+            self._store_large(persistent)
+            self._journal.buffer.append_publishes(self.index.sid, persistent, self.index.overlay, state)
+
+    def reveal(self, entries: list[Entry]) -> None:
+        """A transaction is committed: its messages become visible."""
+        self.index.overlay.reveal(entry_ranges(e for e in entries if e.flags & PERSISTENT))
+        self.accept(entries)
+
+    def note_stored(self, entries: list[Entry]) -> None:
+        """Count the messages whose payload is in the persistent store."""
+        if max(entry.size for entry in entries) >= self._settings.embed_below:
+            self._stored += sum(1 for entry in entries if entry.flags & IN_STORE and entry.flags & PERSISTENT)
+
+    def _confirm(self, pairs: list[int]) -> None:
+        self._unconfirmed -= sum(pairs[1::2])
+        self._confirmed += pairs
+
+    def drain_confirmed(self) -> list[int]:
+        confirmed, self._confirmed = self._confirmed, []
+        return confirmed
+
+    def accept(self, entries: list[Entry]) -> None:
+        if not entries:
+            return
+        self.note_stored(entries)
+        size = total_size(entries)
+        self._len += len(entries)
+        self._bytes += size
+        self._rates.entered += len(entries)
+        if entries[0].seq > self._last_seq():
+            (self.q1 if self.q3 else self.q4).extend(entries)
+            self._ram_count += len(entries)
+            self._add_ram(size)
+        else:
+            self._insert(entries)
+        self._settle_down()
+
+    def _last_seq(self) -> int:
+        if self.q1:
+            return self.q1[-1].seq
+        if self.q2:
+            return self.q2[-1].seq
+        if self.delta_count:
+            return self.delta_end - 1
+        if self.q3:
+            return self.q3[-1].seq
+        return self.q4[-1].seq if self.q4 else -1
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def fetch(self, count: int, ack_required: bool = True) -> list[Entry]:
+        entries: list[Entry] = []
+        while len(entries) < count and self._len:
+            some = self._take(count - len(entries))
+            held, held_bytes = ram_total(some)
+            if held < len(some):
+                some = self._fill(some)
+                held, held_bytes = ram_total(some)
+            entries += some
+        if not entries:
+            return entries
+        size = total_size(entries)
+        self._rates.left += len(entries)
+        if ack_required:
+            self._add_ram(size)
+            self._pend(entries, size)
+        else:
+            self._forget(entries)
+        self._settle_down()
+        return entries
+
+    def drop(self, count: int, ack_required: bool = False) -> list[int]:
+        entries: list[Entry] = []
+        while len(entries) < count and self._len:
+            entries += self._take(count - len(entries))
+        self._rates.left += len(entries)
+        if ack_required:
+            whole = [entry for entry in entries if entry.body is not None]
+            size = total_size(whole)
+            self._add_ram(size)
+            self._pend(whole, size)
+            self._pend_on_disk([entry for entry in entries if entry.body is None])
+        elif entries:
+            self._forget(entries)
+        self._settle_down()
+        return [entry.seq for entry in entries]
+
+    def _take(self, count: int) -> list[Entry]:
+        """Remove up to `count` entries of one container from the head; bodies may be missing. The RAM counts no longer
+        hold them."""
+        source = self.q4 or self.q3
+        count = min(count, len(source))
+        popleft = source.popleft
+        entries = [popleft() for _ in range(count)]
+        held, held_bytes = ram_total(entries)
+        self._ram_count -= held
+        self._add_ram(-held_bytes)
+        self._len -= count
+        self._bytes -= total_size(entries)
+        if source is self.q3 and not source:
+            self._refill()
+        return entries
+
+    def _refill(self) -> None:
+        """q3 ran empty: the next piece of delta, or all of q1."""
+        if self.delta_count:
+            self._load_delta()
+        if not self.q3:
+            self.q4, self.q1 = self.q1, self.q4
+
+    def _load_delta(self) -> None:
+        """Read delta up to the next segment boundary into q3, until something is found or nothing is left."""
+        while self.delta_count and not self.q3:
+            size = self.index.segment_size
+            stop = min((self.delta_start // size + 1) * size, self.delta_end)
+            limit = self._settings.load_entries
+            entries, lost = self.index.read(self.delta_start, stop, limit)
+            self.delta_start = entries[-1].seq + 1 if len(entries) >= limit else stop
+            if lost:
+                self._lose(lost)
+            if self._ram_pending or self._disk_pending:
+                pending, leased = self._ram_pending, self._disk_pending
+                entries = [e for e in entries if e.seq not in pending and e.seq not in leased]
+            self.delta_count -= len(entries)
+            if self.delta_count and self.delta_start >= self.delta_end:
+                self._len -= self.delta_count  # damage took them; it was reported
+                self.delta_count = 0
+            if entries:
+                held, held_bytes = ram_total(entries)
+                self._ram_count += held
+                self._add_ram(held_bytes)
+                self.q3.extend(entries)
+        if not self.delta_count:
+            self.delta_transient = 0
+            self.q3.extend(self.q2)
+            self.q2.clear()
+
+    def _fill(self, entries: list[Entry]) -> list[Entry]:
+        """Give all of `entries` their bodies, and read ahead in q3; those that are damaged are left out. The RAM counts
+        are not touched for `entries`."""
+        ahead: list[Entry] = []
+        room = _READ_AHEAD_BYTES
+        for entry in self.q3:
+            room -= entry.size
+            if entry.flags & IN_STORE or room < 0 or len(ahead) + len(entries) >= _READ_AHEAD:
+                break
+            if entry.body is None:
+                ahead.append(entry)
+        lost = self._read_bodies(entries + ahead)
+        held, held_bytes = ram_total(ahead)
+        self._ram_count += held
+        self._add_ram(held_bytes)
+        if not lost:
+            return entries
+        gone = set(lost)
+        for entry in ahead:
+            if entry.seq in gone:
+                self.q3.remove(entry)
+                self._len -= 1
+                self._bytes -= entry.size
+        if not self.q3:
+            self._refill()
+        return [entry for entry in entries if entry.seq not in gone]
+
+    def _read_bodies(self, entries: list[Entry]) -> list[int]:
+        """Read what is missing from wherever it is; the seq_ids that are damaged."""
+        lost = self.index.fill(entries)
+        for entry in entries:
+            if entry.body is None and entry.flags & IN_STORE:
+                durable = entry.flags & PERSISTENT
+                store = self._context.persistent_store if durable else self._context.transient_store
+                try:
+                    entry.head, entry.body = split_payload(store.read(entry.msg_id))
+                except MessageDamaged as damage:
+                    self._context.report(damage.path, damage.offset, damage.length, entry.seq, damage.why)
+                except MessageMissing as missing:
+                    self._context.report(store.path, 0, 0, entry.seq, str(missing))
+                if entry.body is None:
+                    self.index.lose(entry.seq)
+                    lost.append(entry.seq)
+        self._disk_reads += len(entries)
+        return lost
+
+    def _lose(self, seqs: list[int]) -> None:
+        """Entries of delta turned out to be damaged: they are not counted any more."""
+        self._len -= len(seqs)
+        self.delta_count -= len(seqs)
+
+    def _forget(self, entries: list[Entry]) -> None:
+        """Messages leave for good: journal the acks of the persistent ones, drop the bodies of the others."""
+        persistent = [entry for entry in entries if entry.flags & PERSISTENT]
+        if persistent:
+            stored = [e.msg_id for e in persistent if e.flags & IN_STORE] if self._stored else []
+            self._journal_ack(ACK, entry_ranges(persistent), stored)
+        if len(persistent) < len(entries):
+            self._forget_transient([entry for entry in entries if not entry.flags & PERSISTENT])
+        self._forget_marks(entries)
+
+    def journal_ack(self, seqs: list[int]) -> None:
+        """The record only; `ack_committed` follows once it is synced."""
+        persistent = sorted(seq for seq in seqs if self._is_persistent(seq))
+        if persistent:
+            self._journal.buffer.append_ranges(ACK, self.index.sid, seq_ranges(persistent))
+
+    def _is_persistent(self, seq: int) -> bool:
+        entry = self._ram_pending.get(seq)
+        if entry is not None:
+            return bool(entry.flags & PERSISTENT)
+        return seq in self._disk_pending and seq not in self._disk_transient
+
+    def ack_committed(self, seqs: list[int]) -> list[int]:
+        """As `ack`, for acks whose record is synced."""
+        self._ack_is_synced = True
+        try:
+            return self.ack(seqs)
+        finally:
+            self._ack_is_synced = False
+
+    def _journal_ack(self, kind: int, pairs: list[int], stored: list[bytes]) -> None:
+        if not self._ack_is_synced:
+            self._journal.buffer.append_ranges(kind, self.index.sid, pairs)
+        ticket = self.index.ack(pairs)
+        self._stored -= len(stored)
+
+        def synced() -> None:
+            self.index.ack_synced(ticket)
+            if stored:
+                self._context.persistent_store.remove_many(stored)
+
+        if self._ack_is_synced:
+            synced()
+        else:
+            self._journal.after(synced)
+
+    def _forget_transient(self, entries: list[Entry]) -> None:
+        slotted = [entry for entry in entries if entry.flags & SLOTTED]
+        if slotted:
+            self.index.forget_transient(entry_ranges(slotted))
+        for entry in entries:
+            if entry.flags & IN_STORE:
+                self._context.transient_store.remove(entry.msg_id)
+
+    def _forget_marks(self, entries: list[Entry]) -> None:
+        if self.counts:
+            for entry in entries:
+                self.counts.pop(entry.seq, None)
+                self.index.counts_unsaved.pop(entry.seq, None)
+        if self.returned:
+            self.returned.remove_pairs(entry_ranges(entries))
+
+    def dropwhile(self, predicate: Callable[[Entry], bool]) -> Entry | None:
+        while (head := self.peek()) is not None and predicate(head):
+            self.drop(1)
+        return head
+
+    def fetchwhile(
+        self, predicate: Callable[[Entry], bool], function: Callable[[Entry, T], T], accumulator: T
+    ) -> tuple[Entry | None, T]:
+        while (head := self.peek()) is not None and predicate(head):
+            for entry in self.fetch(1):
+                accumulator = function(entry, accumulator)
+        return head, accumulator
+
+    def peek(self) -> Entry | None:
+        """The head, perhaps without its body; None when empty."""
+        if self.q4:
+            return self.q4[0]
+        return self.q3[0] if self.q3 else None
+
+    # -- pending acks ------------------------------------------------------------------------------------------------
+
+    def _pend(self, entries: list[Entry], size: int) -> None:
+        record_pending(self._ram_pending, entries)
+        self._unacked_bytes += size
+        self._rates.taken += len(entries)
+
+    def _pend_on_disk(self, entries: list[Entry]) -> None:
+        """Pending acks of which only the seq_id stays in RAM. Transient ones are paged out first."""
+        if not entries:
+            return
+        transient = [entry for entry in entries if not entry.flags & PERSISTENT]
+        if transient:
+            self._page_out(transient)
+            self._page_out_slots(transient)
+            self._disk_transient.add_pairs(entry_ranges(sorted(transient, key=_by_seq)))
+        ordered = sorted(entries, key=_by_seq)
+        self._disk_pending.add_pairs(entry_ranges(ordered))
+        self._disk_pending_bytes += total_size(entries)
+
+    def _take_disk_pending(self, seqs: list[int]) -> list[int]:
+        """Remove those of `seqs` that are pending on disk and not leased; sorted."""
+        mine = sorted(seq for seq in seqs if seq in self._disk_pending and seq not in self._leased)
+        if mine:
+            before = len(self._disk_pending)
+            self._disk_pending.remove_pairs(seq_ranges(mine))
+            self._disk_pending_bytes -= self._disk_pending_bytes * (before - len(self._disk_pending)) // before
+        return mine
+
+    def ack(self, seqs: list[int]) -> list[int]:
+        found, missing = take_pending(self._ram_pending, seqs)
+        if found:
+            size = total_size(found)
+            self._unacked_bytes -= size
+            self._add_ram(-size)
+            if len(found) > 1:
+                found.sort(key=_by_seq)
+            self._forget(found)
+        self._rates.acked += len(found)
+        if missing:
+            missing = self._take_disk_pending(missing)
+            self._ack_on_disk(missing)
+            self._rates.acked += len(missing)
+            known = {entry.seq for entry in found}
+            known.update(missing)
+            return [seq for seq in seqs if seq in known]
+        return seqs
+
+    def _ack_on_disk(self, seqs: list[int]) -> None:
+        if not seqs:
+            return
+        transient = [seq for seq in seqs if seq in self._disk_transient] if self._disk_transient else []
+        if transient:
+            gone = set(transient)
+            pairs = seq_ranges(transient)
+            self._forget_transient(self.index.load(pairs)[0])
+            self._disk_transient.remove_pairs(pairs)
+            seqs = [seq for seq in seqs if seq not in gone]
+        if seqs:
+            self._ack_pairs(ACK, seq_ranges(seqs))
+        for seq in seqs + transient if self.counts else ():
+            self.counts.pop(seq, None)
+            self.index.counts_unsaved.pop(seq, None)
+        self.returned.remove_pairs(seq_ranges(seqs))
+        self.returned.remove_pairs(seq_ranges(transient))
+
+    def _ack_pairs(self, kind: int, pairs: list[int]) -> None:
+        """Journal acks of persistent messages that are only on disk."""
+        self._journal_ack(kind, pairs, self._stored_ids(pairs))
+
+    def _stored_ids(self, pairs: list[int]) -> list[bytes]:
+        """What the live persistent messages of `pairs` hold in the message store."""
+        stored: list[bytes] = []
+        for piece in self._chunks(pairs) if self._stored else ():
+            entries, _ = self.index.load(piece)
+            stored += [e.msg_id for e in entries if e.flags & IN_STORE and e.flags & PERSISTENT]
+        return stored
+
+    def requeue(self, seqs: list[int], count_delivery: bool = True) -> list[int]:
+        found, missing = take_pending(self._ram_pending, seqs)
+        size = total_size(found)
+        self._unacked_bytes -= size
+        self._add_ram(-size)
+        disk = self._take_disk_pending(missing) if missing else []
+        known = {entry.seq for entry in found}
+        known.update(disk)
+        if not known:
+            return []
+        self._mark_returned(sorted(known), count_delivery)
+        entries = sorted(found + self._load_pending(disk), key=_by_seq)
+        self._return(entries)
+        return [seq for seq in seqs if seq in known]
+
+    def _load_pending(self, disk: list[int]) -> list[Entry]:
+        if not disk:
+            return []
+        pairs = seq_ranges(disk)
+        self._disk_transient.remove_pairs(pairs)
+        entries, _ = self.index.load(pairs)
+        for entry in entries:  # betas; a piece that is merged into q4 is filled there
+            if entry.body is not None:
+                entry.body = entry.head = None
+        return entries
+
+    def _mark_returned(self, seqs: list[int], count_delivery: bool) -> None:
+        self.returned.add_pairs(seq_ranges(seqs))
+        if not count_delivery:
+            return
+        changed = []
+        for seq in seqs:
+            count = self.counts[seq] = self.counts.get(seq, 0) + 1
+            changed.append((seq, count))
+        if self.durable:
+            self.index.counts_unsaved.update(changed)
+            self._journal.buffer.append_requeue(self.index.sid, changed)
+
+    def _return(self, entries: list[Entry]) -> None:
+        """Entries that are in no container become ready again."""
+        self._len += len(entries)
+        self._bytes += total_size(entries)
+        self._rates.entered += len(entries)
+        self._insert(entries)
+        self._settle_down()
+
+    def _insert(self, entries: list[Entry]) -> None:
+        """Merge ready entries, in order, by seq_id. They count in _len already; their bodies may be missing."""
+        if not self.q3:
+            self._merge_alphas("q4", entries)
+            return
+        third = self.q3[0].seq
+        self._merge_alphas("q4", [e for e in entries if e.seq < third])
+        rest = [e for e in entries if e.seq >= third]
+        if not rest:
+            return
+        first_q1 = self.q1[0].seq if self.q1 else math.inf
+        if not self.delta_count:
+            self._merge_betas("q3", [e for e in rest if e.seq < first_q1])
+            self._merge_alphas("q1", [e for e in rest if e.seq >= first_q1])
+            return
+        start, end = self.delta_start, self.delta_end
+        first_q2 = self.q2[0].seq if self.q2 else first_q1
+        self._merge_betas("q3", [e for e in rest if e.seq < start])
+        self._to_delta([e for e in rest if start <= e.seq and (e.seq < end or e.seq < first_q2)])
+        rest = [e for e in rest if e.seq >= end and e.seq >= first_q2]
+        self._merge_betas("q2", [e for e in rest if e.seq < first_q1])
+        self._merge_alphas("q1", [e for e in rest if e.seq >= first_q1])
+
+    def _merge_alphas(self, name: str, entries: list[Entry]) -> None:
+        if not entries:
+            return
+        if any(entry.body is None for entry in entries):
+            gone = set(self._read_bodies(entries))
+            if gone:
+                self._len -= len(gone)
+                self._bytes -= total_size([e for e in entries if e.seq in gone])
+                entries = [e for e in entries if e.seq not in gone]
+        self._ram_count += len(entries)
+        self._add_ram(total_size(entries))
+        self._merge(name, entries)
+
+    def _merge_betas(self, name: str, entries: list[Entry]) -> None:
+        if entries:
+            self._page_out(entries)
+            drop_bodies(entries)
+            self._merge(name, entries)
+
+    def _merge(self, name: str, entries: list[Entry]) -> None:
+        queue: deque[Entry] = getattr(self, name)
+        if not queue or entries[0].seq > queue[-1].seq:
+            queue.extend(entries)
+        elif entries and entries[-1].seq < queue[0].seq:
+            queue.extendleft(reversed(entries))
+        else:
+            setattr(self, name, deque(heapq.merge(queue, entries, key=_by_seq)))
+
+    def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
+        for seq in seqs:
+            entry = self._ram_pending.get(seq)
+            if entry is None and seq in self._disk_pending:
+                loaded, _ = self.index.load([seq, 1])
+                if loaded and not self._read_bodies(loaded):
+                    entry = loaded[0]
+            if entry is not None:
+                accumulator = function(entry, accumulator)
+        return accumulator
+
+    def fold(self, function: Callable[[Entry, bool, T], tuple[bool, T]], accumulator: T, start: int = 0) -> T:
+        """Entries that are on disk are read into copies, a batch at a time."""
+        cursor = start
+        in_ram = sorted(
+            (e for queue in (self.q4, self.q3, self.q2, self.q1, self._ram_pending.values()) for e in queue if e.seq >= start),
+            key=_by_seq,
+        )
+        position = 0
+        stop = self.seqs.next
+        while cursor < stop:
+            upto = min(cursor + self._settings.load_entries, stop)
+            known = set()
+            batch: list[Entry] = []
+            while position < len(in_ram) and in_ram[position].seq < upto:
+                entry = in_ram[position]
+                known.add(entry.seq)
+                batch.append(self._copy(entry) if entry.body is None else entry)
+                position += 1
+            if self.delta_count or self._disk_pending:
+                found, _ = self.index.read(cursor, upto, upto - cursor)
+                batch += [e for e in found if e.seq not in known]
+                batch.sort(key=_by_seq)
+            missing = set(self._read_bodies([e for e in batch if e.body is None]))
+            for entry in batch:
+                if entry.seq not in missing:
+                    unacked = entry.seq in self._ram_pending or entry.seq in self._disk_pending
+                    on, accumulator = function(entry, unacked, accumulator)
+                    if not on:
+                        return accumulator
+            cursor = upto
+            if not self.delta_count and not self._disk_pending and position < len(in_ram):
+                cursor = max(cursor, in_ram[position].seq)
+            elif not self.delta_count and not self._disk_pending:
+                break
+        return accumulator
+
+    @staticmethod
+    def _copy(entry: Entry) -> Entry:
+        return Entry(
+            entry.seq,
+            entry.head,
+            entry.body,
+            entry.flags,
+            entry.published_at,
+            entry.expiry,
+            entry.msg_id,
+            entry.size,
+            entry.offset,
+        )
+
+    def purge(self) -> int:
+        purged = self._len
+        if not purged:
+            return 0
+        transient = [e for q in (self.q1, self.q2, self.q3, self.q4) for e in q if not e.flags & PERSISTENT]
+        kept = RangeSet(self._disk_pending.pairs())
+        kept.add_pairs(seq_ranges(sorted(self._ram_pending)))
+        if self.delta_count and self.delta_transient:
+            self._purge_transient_delta(kept)
+        self._forget_transient(transient)
+        if self.durable:
+            low = self._lowest_seq()
+            pairs = kept.gaps(low, self._last_seq() + 1)
+            self._ack_pairs(PURGE, pairs)
+        for seq in [seq for seq in self.counts if seq not in kept]:
+            del self.counts[seq]
+            self.index.counts_unsaved.pop(seq, None)
+        self.returned = RangeSet([n for seq in self.returned if seq in kept for n in (seq, 1)])
+        held, held_bytes = 0, 0
+        for queue in (self.q1, self.q2, self.q3, self.q4):
+            count, size = ram_total(queue)
+            held += count
+            held_bytes += size
+            queue.clear()
+        self._ram_count -= held
+        self._add_ram(-held_bytes)
+        self._len = self._bytes = self.delta_count = self.delta_transient = 0
+        self._rates.left += purged
+        self._settle_down()
+        return purged
+
+    def _purge_transient_delta(self, kept: RangeSet) -> None:
+        """Transient messages in delta have no journal record: take their slots away."""
+        for segment_pairs in self._chunks(self.index.live_pairs(self.delta_start, self.delta_end)):
+            entries, _ = self.index.load(segment_pairs)
+            self._forget_transient([e for e in entries if not e.flags & PERSISTENT and e.seq not in kept])
+
+    def _chunks(self, pairs: list[int]) -> list[list[int]]:
+        """Flat pairs cut so that no piece is longer than one load."""
+        most = self._settings.load_entries
+        out = []
+        for i in range(0, len(pairs), 2):
+            first, stop = pairs[i], pairs[i] + pairs[i + 1]
+            out += [[at, min(most, stop - at)] for at in range(first, stop, most)]
+        return out
+
+    def _lowest_seq(self) -> int:
+        head = self.peek()
+        assert head is not None
+        return head.seq
+
+    def purge_acks(self) -> int:
+        seqs = [*self._ram_pending, *(seq for seq in self._disk_pending if seq not in self._leased)]
+        return len(self.ack(seqs))
+
+    # -- leases ------------------------------------------------------------------------------------------------------
+
+    def checkout(self, limit: int, most_bytes: int) -> dict[int, list[int]]:
+        taken: list[Entry] = []
+        room = most_bytes
+        while len(taken) < limit and self._len:
+            head = self.peek()
+            assert head is not None
+            if taken and head.size > room:
+                break
+            entries = self._take(self._run_within(limit - len(taken), room))
+            room -= total_size(entries)
+            taken += entries
+        if not taken:
+            return {}
+        self._pend_on_disk(taken)
+        pairs = entry_ranges(taken)
+        self._leased.add_pairs(pairs)
+        self._rates.left += len(taken)
+        self._settle_down()
+        return {self.index.sid: pairs}
+
+    def _run_within(self, limit: int, room: int) -> int:
+        """How many entries of the head container fit; at least one."""
+        count = 0
+        for entry in self.q4 or self.q3:
+            room -= entry.size
+            if count and (room < 0 or count >= limit):
+                break
+            count += 1
+        return min(count, limit)
+
+    def settle(self, ranges: dict[int, list[int]], requeue: bool) -> int:
+        pairs = ranges.get(self.index.sid, [])
+        leased = RangeSet()
+        for i in range(0, len(pairs), 2):
+            leased.add_pairs(self._leased.pairs(pairs[i], pairs[i] + pairs[i + 1]))
+        if not leased:
+            return 0
+        self._leased.remove_pairs(leased.pairs())
+        if requeue:
+            return len(self.requeue(list(leased), count_delivery=False))
+        before = len(self._disk_pending)
+        self._disk_pending.remove_pairs(leased.pairs())
+        self._disk_pending_bytes -= self._disk_pending_bytes * len(leased) // before
+        self._ack_on_disk(list(leased))
+        return len(leased)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _add_ram(self, size: int) -> None:
+        self._ram_bytes += size
+        self._context.monitor.ram_bytes += size
+
+    def _settle_down(self) -> None:
+        """After every operation: rates, paging, invariants."""
+        if self._rates.update(self._context.clock()):
+            self._update_target()
+        self._reduce_memory()
+        if self._context.debug:
+            self._check()
+
+    def _update_target(self) -> None:
+        monitor = self._context.monitor
+        monitor.report(id(self), self.ram_duration())
+        most = self._settings.ram_target
+        if monitor.ram_bytes * 2 < monitor.cap:
+            self._target = most
+        else:
+            duration = monitor.update()
+            self._target = most if math.isinf(duration) else min(most, max(1, int(duration * self._rates.total)))
+
+    @property
+    def target_ram_count(self) -> int:
+        return self._target
+
+    def set_ram_duration_target(self, duration: float) -> None:
+        most = self._settings.ram_target
+        self._target = most if math.isinf(duration) else min(most, max(1, int(duration * self._rates.total)))
+        self._reduce_memory()
+        self._check()
+
+    def set_ram_target(self, count: int) -> None:
+        """Page down to `count` whole messages now, and stay there until the next update."""
+        self._target = count
+        self._reduce_memory()
+        self._check()
+
+    def ram_duration(self) -> float:
+        if self._rates.total < 0.04:
+            return math.inf
+        return (self._ram_count + len(self._ram_pending)) / (4 * self._rates.total)
+
+    def _reduce_memory(self) -> None:
+        surplus = len(self.q1) + len(self.q4) + len(self._ram_pending) - self._target
+        if surplus > 0:
+            rates = self._rates
+            if rates.ack_in - rates.ack_out > rates.in_rate - rates.out_rate:
+                self._push_alphas(self._limit_ram_acks(surplus))
+            else:
+                self._limit_ram_acks(self._push_alphas(surplus))
+        betas = len(self.q2) + len(self.q3)
+        if betas > self.index.segment_size:
+            surplus = betas - self._permitted_betas()
+            if surplus >= self._settings.io_batch:
+                self._push_betas(surplus)
+
+    def _push_alphas(self, quota: int) -> int:
+        """Alphas become betas: q1 from its head side, then q4 from its rear. What is left of the quota."""
+        count = min(quota, len(self.q1))
+        if count:
+            popleft = self.q1.popleft
+            moved = [popleft() for _ in range(count)]
+            self._to_betas(moved)
+            (self.q2 if self.delta_count else self.q3).extend(moved)
+            quota -= count
+        count = min(quota, len(self.q4))
+        if count:
+            pop = self.q4.pop
+            moved = [pop() for _ in range(count)]
+            self._to_betas(moved)
+            self.q3.extendleft(moved)
+            quota -= count
+        return quota
+
+    def _to_betas(self, entries: list[Entry]) -> None:
+        self._page_out(entries)
+        count, size = drop_bodies(entries)
+        self._ram_count -= count
+        self._add_ram(-size)
+
+    def _page_out(self, entries: list[Entry]) -> None:
+        """Make sure that the bodies of transient entries are on disk."""
+        small, count = [], 0
+        for entry in entries:
+            if not entry.flags & (PERSISTENT | IN_QS | IN_STORE):
+                count += 1
+                if entry.size < self._settings.embed_below:
+                    small.append(entry)
+                else:
+                    store = self._context.transient_store
+                    entry.msg_id = store.next_id()
+                    entry.flags |= IN_STORE
+                    store.write(entry.msg_id, join_payload(entry.head, entry.body), 1)
+        if small:
+            self.index.page_out(small)
+        self._disk_writes += count
+
+    def _page_out_slots(self, entries: list[Entry]) -> None:
+        unslotted = [entry for entry in entries if not entry.flags & (PERSISTENT | SLOTTED)]
+        if unslotted:
+            self.index.page_out_slots(unslotted)
+
+    def _limit_ram_acks(self, quota: int) -> int:
+        """The pending acks taken last go to disk. What is left of the quota."""
+        count = min(quota, len(self._ram_pending))
+        if count:
+            entries = [self._ram_pending.popitem()[1] for _ in range(count)]
+            size = total_size(entries)
+            self._unacked_bytes -= size
+            self._add_ram(-size)
+            self._pend_on_disk(entries)
+        return quota - count
+
+    def _permitted_betas(self) -> int:
+        if not self._len:
+            return self._len
+        if self._target == 0:
+            return min(len(self.q3), self.index.segment_size)
+        below = self._len - len(self.q1) - len(self.q4)
+        return max(self.index.segment_size, below - below * below // (below + self._target))
+
+    def _push_betas(self, quota: int) -> None:
+        """Betas go to delta: q3 from its rear, but not below the segment of its head; then q2 from its front."""
+        size = self.index.segment_size
+        q3, q2 = self.q3, self.q2
+        moved: list[Entry] = []
+        if q3:
+            boundary = (q3[0].seq // size + 1) * size
+            pop = q3.pop
+            while quota > len(moved) and q3 and q3[-1].seq >= boundary:
+                moved.append(pop())
+            moved.reverse()
+        if quota > len(moved) and q2:
+            popleft = q2.popleft
+            moved += [popleft() for _ in range(min(quota - len(moved), len(q2)))]
+        if moved:
+            self._leave_ram(moved)
+            self._to_delta(moved)
+
+    def _leave_ram(self, entries: list[Entry]) -> None:
+        held, held_bytes = ram_total(entries)
+        self._ram_count -= held
+        self._add_ram(-held_bytes)
+
+    def _to_delta(self, entries: list[Entry]) -> None:
+        """Requires: in order; not in any container; not in the RAM counts."""
+        if not entries:
+            return
+        self._page_out(entries)
+        self._page_out_slots(entries)
+        first, stop = entries[0].seq, entries[-1].seq + 1
+        if self.delta_count:
+            self.delta_start = min(self.delta_start, first)
+            self.delta_end = max(self.delta_end, stop)
+        else:
+            self.delta_start, self.delta_end = first, stop
+        self.delta_count += len(entries)
+        self.delta_transient += sum(1 for entry in entries if not entry.flags & PERSISTENT)
+
+    # -- size and information ----------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._len
+
+    def is_empty(self) -> bool:
+        return self._len == 0
+
+    def depth(self) -> int:
+        return self._len + self.pending_count
+
+    @property
+    def pending_count(self) -> int:
+        return len(self._ram_pending) + len(self._disk_pending)
+
+    def ready_bytes(self) -> int:
+        return self._bytes
+
+    def total_bytes(self) -> int:
+        """Payload of ready and pending messages."""
+        return self._bytes + self._unacked_bytes + self._disk_pending_bytes
+
+    def pending_pairs(self) -> list[int]:
+        """All pending acks, leases too, as a flat list first, count, ..."""
+        pending = RangeSet(self._disk_pending.pairs())
+        pending.add_pairs(seq_ranges(sorted(self._ram_pending)))
+        return pending.pairs()
+
+    def needs_timeout(self) -> bool:
+        return self._unconfirmed > 0
+
+    def timeout(self) -> None:
+        self._rates.update(self._context.clock(), force=True)
+        self._update_target()
+        self._reduce_memory()
+        self._check()
+
+    def resume(self) -> None:
+        self._reduce_memory()
+
+    def msg_rates(self) -> tuple[float, float]:
+        return self._rates.in_rate, self._rates.out_rate
+
+    def invoke(self, function: Callable[[Any], T]) -> T:
+        return function(self)
+
+    def info(self) -> dict[str, Any]:
+        rates = self._rates
+        return {
+            "q1": len(self.q1),
+            "q2": len(self.q2),
+            "delta": self.delta_count,
+            "q3": len(self.q3),
+            "q4": len(self.q4),
+            "len": self._len,
+            "pending_acks": self.pending_count,
+            "ram_pending_acks": len(self._ram_pending),
+            "ram_msg_count": self._ram_count,
+            "ram_bytes": self._ram_bytes,
+            "message_bytes": self._bytes + self._unacked_bytes + self._disk_pending_bytes,
+            "message_bytes_ready": self._bytes,
+            "message_bytes_unacknowledged": self._unacked_bytes + self._disk_pending_bytes,
+            "next_seq_id": self.seqs.next,
+            "target_ram_count": self._target,
+            "avg_ingress_rate": rates.in_rate,
+            "avg_egress_rate": rates.out_rate,
+            "avg_ack_ingress_rate": rates.ack_in,
+            "avg_ack_egress_rate": rates.ack_out,
+            "disk_reads": self._disk_reads,
+            "disk_writes": self._disk_writes,
+        }
+
+    def _check(self) -> None:
+        """The invariants at the top of this file."""
+        if not self._context.debug:
+            return
+        q1, q2, q3, q4, delta = self.q1, self.q2, self.q3, self.q4, self.delta_count
+        assert not q1 or q3, "q1 non-empty => q3 non-empty"
+        assert not q2 or delta, "q2 non-empty => delta non-empty"
+        assert not delta or q3, "delta non-empty => q3 non-empty"
+        assert (self._len == 0) == (not q3 and not q4), "len = 0 <=> q3 and q4 empty"
+        assert self._len == len(q1) + len(q2) + delta + len(q3) + len(q4), (self._len, self.info())
+        order = [e.seq for e in (*q4, *q3)]
+        if delta:
+            assert self.delta_start < self.delta_end
+            assert not order or order[-1] < self.delta_start
+            order.append(self.delta_end - 1)
+        order += [e.seq for e in (*q2, *q1)]
+        assert all(a < b for a, b in zip(order, order[1:], strict=False)), f"order by seq_id: {order}"
+        assert all(e.body is not None for e in (*q1, *q4)), "q1 and q4 hold alphas"
+        held, held_bytes = 0, 0
+        for queue in (q1, q2, q3, q4):
+            count, size = ram_total(queue)
+            held += count
+            held_bytes += size
+        assert held == self._ram_count, (held, self._ram_count)
+        pending = total_size(self._ram_pending.values())
+        assert pending == self._unacked_bytes, (pending, self._unacked_bytes)
+        assert held_bytes + pending == self._ram_bytes, (held_bytes, pending, self._ram_bytes)
+        assert self._bytes >= 0 and self._disk_pending_bytes >= 0

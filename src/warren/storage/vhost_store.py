@@ -1,0 +1,869 @@
+"""One vhost on disk: its directory, lock, metadata, journal, message stores and queues.
+
+This is the engine without a protocol. The library, the broker's vhost process and the tests all own one of these. Every
+call takes the engine's lock (`lock`) for as long as it needs it; the slow part of a commit, a checkpoint and a compaction
+run without it.
+
+`background=False` leaves out the thread: then the owner calls `tick` when it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from warren.errors import (
+    DurabilityError,
+    MessageTooLargeError,
+    QueueNotFoundError,
+    StorePathError,
+)
+from warren.kernel.entry import IN_STORE, PERSISTENT, Entry
+from warren.kernel.journal_codec import CHECKOUT, DEDUP, LEASE
+from warren.kernel.overlay import HIDDEN, LIVE
+from warren.storage import compaction
+from warren.storage.backing_queue import BackingQueue, Checkout
+from warren.storage.checkpoint import Checkpoint
+from warren.storage.committer import Committer
+from warren.storage.context import DEBUG, QueueContext
+from warren.storage.disk import Disk
+from warren.storage.file_cache import FileCache
+from warren.storage.journal import Journal, read_floor
+from warren.storage.layout import hashed, stream_id
+from warren.storage.ledger import Ledger
+from warren.storage.lock import DirectoryLock
+from warren.storage.message_store import MessageStore
+from warren.storage.metadata import Metadata, QueueRecord
+from warren.storage.payload import join_payload
+from warren.storage.priority_queue import PriorityQueue
+from warren.storage.quarantine import Quarantine
+from warren.storage.queue_index import QueueIndex
+from warren.storage.rates import MemoryMonitor
+from warren.storage.recovery import (
+    JournalReplay,
+    StreamRecovery,
+    pack_segments,
+    recover_stream,
+    replay_journal,
+    store_references,
+    take_terms,
+    unpack_segments,
+    write_terms,
+)
+from warren.storage.seq_ids import SeqIds
+from warren.storage.settings import EngineSettings
+from warren.storage.snapshot import link_store, write_manifest
+from warren.storage.store_format import TermsError
+from warren.storage.store_index import LmdbIndex, StoreIndex, TableIndex
+from warren.storage.variable_queue import VariableQueue
+from warren.storage.volatile_queue import VolatileQueue
+
+log = logging.getLogger("warren.storage")
+
+DURABILITIES = ("fsync", "os", "memory")
+BACKING_QUEUES = ("variable", "volatile", "sqlite")
+
+
+@dataclass(slots=True)
+class StoredQueue:
+    """A queue that exists: what it was declared with, and what keeps its messages."""
+
+    record: QueueRecord
+    backing: BackingQueue
+    seqs: SeqIds
+    indexes: list[QueueIndex]
+    directory: str
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def uid(self) -> int:
+        return self.record.uid
+
+    @property
+    def durable(self) -> bool:
+        return self.record.durable
+
+
+class VhostStore:
+    def __init__(
+        self,
+        data_directory: str,
+        vhost: str = "/",
+        *,
+        durability: str = "fsync",
+        settings: EngineSettings | None = None,
+        disk: Disk | None = None,
+        background: bool = True,
+        debug: bool = DEBUG,
+        clock: Callable[[], float] = time.monotonic,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        if durability not in DURABILITIES:
+            raise DurabilityError(f"durability is {durability!r}; it can be {', '.join(map(repr, DURABILITIES))}")
+        self.vhost = vhost
+        self.durability = durability
+        self.settings = settings or EngineSettings()
+        self.disk = disk or Disk()
+        self.lock = threading.RLock()
+        self.root = os.path.join(data_directory, "vhosts", hashed(vhost))
+        self.queues: dict[str, StoredQueue] = {}
+        self.clean_start = False
+        self._debug = debug
+        self._clock = clock
+        self._progress = progress or (lambda what, done, total: None)
+        self._checkpoint_lock = threading.Lock()  # taken before `lock`; held by checkpoint, delete, snapshot, close
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._make_root(data_directory)
+        self._directory_lock = DirectoryLock(os.path.join(self.root, ".lock"))
+        try:
+            self._open()
+        except BaseException:
+            self._directory_lock.release()
+            raise
+        if background:
+            self._thread = threading.Thread(target=self._maintain, name=f"warren {vhost}", daemon=True)
+            self._thread.start()
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    def _make_root(self, data_directory: str) -> None:
+        try:
+            self.disk.make_dirs(self.root)
+            for part in ("journal", "queues"):
+                self.disk.make_dirs(os.path.join(self.root, part))
+        except (NotADirectoryError, FileExistsError) as error:
+            raise StorePathError(f"{data_directory} is a file, or lies below one; give a directory") from error
+        except PermissionError as error:
+            raise StorePathError(
+                f"cannot write to {data_directory}: permission denied. Give a directory that this user may write to"
+            ) from error
+        name = os.path.join(self.root, ".vhost")
+        if not self.disk.exists(name):
+            self.disk.replace(name, self.vhost.encode())
+
+    def _open(self) -> None:
+        settings = self.settings
+        self.quarantine = Quarantine(self.disk, self.root, self._log_damage)
+        self.metadata = Metadata(os.path.join(self.root, "meta.db"))
+        try:
+            self._recover(settings)
+        except BaseException:
+            self.metadata.close()
+            raise
+
+    def _recover(self, settings: EngineSettings) -> None:
+        boot = self.metadata.boot()
+        self._boot = boot
+        self._handles = FileCache(self.disk)
+        self.ledger = Ledger()
+        journal_directory = os.path.join(self.root, "journal")
+        records = [record for record in self.metadata.queues() if record.durable]
+        if self.durability == "memory":
+            self._refuse_memory(records)
+        taken = take_terms(self.disk, self.root, self.report)
+        indexes: dict[int, QueueIndex] = {}
+        replayed: JournalReplay | None = None
+        if taken is None:
+            sids = [stream_id(record.uid, level) for record in records for level in range(_levels(record))]
+            progress = self._progress
+            replayed = replay_journal(
+                self.disk, journal_directory, sids, self.ledger, self.report, lambda d, t: progress("journal", d, t)
+            )
+            first_file, first_lsn = replayed.last_file + 1, replayed.last_lsn + 1
+            floor, _ = read_floor(self.disk, journal_directory)
+        else:
+            terms = taken[0]
+            first_file, first_lsn, floor = terms["journal"], terms["lsn"], terms["floor"]
+            self.ledger.restore(terms["ledger"])
+        self.journal = Journal(
+            self.disk,
+            journal_directory,
+            sync=self.durability == "fsync",
+            file_limit=settings.journal_file_bytes,
+            first_file=first_file,
+            first_lsn=first_lsn,
+            floor=floor,
+        )
+        for record in records:
+            for level in range(_levels(record)):
+                indexes[stream_id(record.uid, level)] = self._index(record, level)
+        found: dict[int, StreamRecovery] = {}
+        if replayed is not None:
+            for number, (sid, index) in enumerate(indexes.items()):
+                found[sid] = recover_stream(self.disk, journal_directory, index, replayed, boot, self.report)
+                self._progress("queues", number + 1, len(indexes))
+        self._open_stores(settings, taken[1] if taken is not None else None, list(found.values()))
+        self.monitor = MemoryMonitor(settings.ram_bytes)
+        self.context = QueueContext(
+            self.journal,
+            self.store,
+            self.transient_store,
+            self.monitor,
+            settings,
+            self.report,
+            self._debug,
+            self._clock,
+        )
+        if replayed is not None and self.store.missing:
+            self._drop_missing(indexes, found)
+        for record in records:
+            streams = {level: indexes[stream_id(record.uid, level)] for level in range(_levels(record))}
+            if taken is not None:
+                self._restore_queue(record, streams, taken[0]["queues"][str(record.uid)])
+            else:
+                assert replayed is not None
+                self._recover_queue(record, streams, found, replayed)
+        self.clean_start = taken is not None
+        self.committer = Committer(
+            self.lock, self.disk, self.root, self.journal, self.store, settings.reserve_bytes
+        )
+        self.ledger.attach(self.journal)
+        self._lost_and_found()
+        self._begin()
+
+    def _refuse_memory(self, records: list[QueueRecord]) -> None:
+        kept = os.path.join(self.root, "queues")
+        files = [name for name in self.disk.listdir(os.path.join(self.root, "journal")) if name.endswith(".wal")]
+        if records and (files or any(True for _ in self.disk.walk(kept))):
+            raise DurabilityError(
+                f"{self.root} holds persistent messages; durability='memory' would lose them. "
+                "Open it with 'fsync' or 'os', or use another directory"
+            )
+
+    def _begin(self) -> None:
+        """Make the start durable: reservations of seq_ids, and state that lives in the journal only."""
+        self.committer.take_reserve()
+        if self.durability == "memory":
+            return
+        for queue in self.queues.values():
+            queue.seqs.available(0)
+        self.ledger.carry(self.journal.buffer.file - 1 if self.clean_start else -1)
+        self.committer.commit()
+
+    def _index(self, record: QueueRecord, level: int) -> QueueIndex:
+        directory = self._queue_directory(record)
+        if _has_levels(record):
+            directory = os.path.join(directory, f"p{level}")
+        return QueueIndex(
+            self.disk,
+            directory,
+            stream_id(record.uid, level),
+            segment_size=self.settings.segment_entries,
+            boot=self._boot,
+            journal=self.journal,
+            journal_directory=self.journal.directory,
+            handles=self._handles,
+            report=self.report,
+        )
+
+    def _queue_directory(self, record: QueueRecord) -> str:
+        return os.path.join(self.root, "queues", f"{hashed(record.name)}-{record.uid}")
+
+    def _open_stores(self, settings: EngineSettings, terms: bytes | None, found: list[StreamRecovery]) -> None:
+        path = os.path.join(self.root, "msg_store_persistent")
+        sync = self.durability == "fsync"
+        limit, fraction = settings.store_file_bytes, settings.garbage_fraction
+        store: MessageStore | None = None
+        if terms is not None:
+            with contextlib.suppress(TermsError):
+                store = MessageStore.open_clean(
+                    self.disk,
+                    path,
+                    index=self._store_index(path),
+                    sync=sync,
+                    terms=terms,
+                    file_size_limit=limit,
+                    garbage_fraction=fraction,
+                )
+        if store is None:
+            if terms is not None:
+                raise TermsError(f"{path} does not fit its terms")
+            store = MessageStore.open_dirty(
+                self.disk,
+                path,
+                index=self._store_index(path),
+                sync=sync,
+                refs=store_references(found),
+                quarantine=lambda p, o, n, why: self.report(p, o, n, -1, why),
+                progress=lambda done, total: self._progress("message store", done, total),
+                file_size_limit=limit,
+                garbage_fraction=fraction,
+            )
+        self.store = store
+        path = os.path.join(self.root, "msg_store_transient")
+        self.transient_store = MessageStore.open_empty(
+            self.disk,
+            path,
+            index=self._store_index(path),
+            sync=False,
+            file_size_limit=limit,
+            garbage_fraction=fraction,
+        )
+
+    def _store_index(self, path: str) -> StoreIndex:
+        if self.settings.store_index == "lmdb":
+            return LmdbIndex(os.path.join(path, "index.lmdb"))
+        return TableIndex()
+
+    def _drop_missing(self, indexes: dict[int, QueueIndex], found: dict[int, StreamRecovery]) -> None:
+        """Messages whose stored body is not there."""
+        missing = set(self.store.missing)
+        for sid, stream in found.items():
+            for seq, msg_id in stream.stored:
+                if msg_id in missing:
+                    self.report(self.store.path, 0, 0, seq, f"body {msg_id.hex()} is missing", sid)
+                    indexes[sid].lose(seq)
+                    stream.count -= 1
+            stream.stored = [(seq, msg_id) for seq, msg_id in stream.stored if msg_id not in missing]
+
+    def _leased(self, sid: int) -> list[int]:
+        """What open checkouts hold of a stream."""
+        pairs: list[int] = []
+        for value in self.ledger.table(CHECKOUT).values():
+            pairs += value["ranges"].get(str(sid), [])
+        return pairs
+
+    def _restore_queue(self, record: QueueRecord, streams: dict[int, QueueIndex], terms: dict[str, Any]) -> None:
+        seqs = SeqIds(self.journal, record.uid, self.settings.reserve_ahead, terms["next"], terms["next"])
+        states = []
+        for level, index in streams.items():
+            state = terms["streams"][str(level)]
+            unpack_segments(index, state["segments"])
+            state["counts"] = {int(seq): count for seq, count in state["counts"].items()}
+            state["leased"] = self._leased(index.sid)
+            states.append(state)
+        self._add_queue(record, seqs, list(streams.values()), states)
+
+    def _recover_queue(
+        self,
+        record: QueueRecord,
+        streams: dict[int, QueueIndex],
+        found: dict[int, StreamRecovery],
+        replayed: JournalReplay,
+    ) -> None:
+        size = self.settings.segment_entries
+        mine = [found[index.sid] for index in streams.values()]
+        used = max(size, replayed.reserved.get(record.uid, 0), *(stream.stop for stream in mine))
+        next_seq = (used + size - 1) // size * size
+        seqs = SeqIds(self.journal, record.uid, self.settings.reserve_ahead, next_seq, next_seq)
+        states = []
+        for index, stream in zip(streams.values(), mine, strict=True):
+            leased = self._live_leased(index)
+            states.append(
+                {
+                    "count": stream.count - sum(leased[1::2]),
+                    "bytes": stream.bytes,
+                    "low": stream.low,
+                    "redelivered_below": next_seq,
+                    "returned": [],
+                    "counts": stream.counts,
+                    "stored": len(stream.stored),
+                    "leased": leased,
+                }
+            )
+        self._add_queue(record, seqs, list(streams.values()), states)
+
+    def _live_leased(self, index: QueueIndex) -> list[int]:
+        """Checked-out messages that are still there."""
+        pairs = self._leased(index.sid)
+        entries, _ = index.load(pairs) if pairs else ([], [])
+        return [number for entry in entries for number in (entry.seq, 1)]
+
+    def _add_queue(
+        self, record: QueueRecord, seqs: SeqIds, indexes: list[QueueIndex], states: list[dict[str, Any]] | None
+    ) -> StoredQueue:
+        kind = record.arguments.get("x-backing-queue", "variable")
+        backing: BackingQueue
+        if kind == "sqlite":
+            backing = self._sqlite_queue(record, seqs)
+        else:
+            levels: list[BackingQueue] = []
+            for number, index in enumerate(indexes):
+                level: BackingQueue
+                if kind == "volatile":
+                    level = VolatileQueue(index.sid, seqs, self.context)
+                else:
+                    level = VariableQueue(index, seqs, self.context, record.durable and self.durability != "memory")
+                level.init(states[number] if states is not None else None)
+                levels.append(level)
+            backing = PriorityQueue(levels) if _has_levels(record) else levels[0]
+            if _has_levels(record):
+                backing.init(None)
+        queue = StoredQueue(record, backing, seqs, indexes, self._queue_directory(record))
+        self.queues[record.name] = queue
+        return queue
+
+    def _sqlite_queue(self, record: QueueRecord, seqs: SeqIds) -> BackingQueue:
+        raise DurabilityError("x-backing-queue=sqlite is not built yet")
+
+    def _lost_and_found(self) -> None:
+        """A directory that the metadata does not know is kept aside; nothing is deleted because a table is silent."""
+        known = {os.path.basename(queue.directory) for queue in self.queues.values()}
+        directory = os.path.join(self.root, "queues")
+        for name in self.disk.listdir(directory):
+            if name not in known:
+                target = os.path.join(self.root, "lost+found")
+                self.disk.make_dirs(target)
+                number = len(self.disk.listdir(target))
+                self.disk.rename(os.path.join(directory, name), os.path.join(target, f"{number}-{name}"))
+                log.warning("queue directory %s is not in the metadata: moved to lost+found", name)
+        self.disk.remove_tree(os.path.join(self.root, "trash"))
+
+    def _log_damage(self, line: dict[str, object]) -> None:
+        log.warning("damage in %s at %s, %s bytes: %s", line["file"], line["offset"], line["length"], line["why"])
+
+    def report(self, path: str, offset: int, length: int, seq: int, why: str, sid: int = -1) -> None:
+        """Bytes that cannot be used go to quarantine."""
+        self.quarantine.report(path, offset, length, seq, why, sid)
+
+    # -- queues ------------------------------------------------------------------------------------------------------
+
+    def declare(self, name: str, *, durable: bool = True, arguments: dict[str, Any] | None = None) -> StoredQueue:
+        """The queue of this name, made if there is none. Durable ones are in the metadata when this returns."""
+        with self.lock:
+            self.committer.check()
+            queue = self.queues.get(name)
+            if queue is not None:
+                return queue
+            record = QueueRecord(name=name, created_at=time.time(), durable=durable, arguments=arguments or {})
+            uid = self.metadata.declare_queue(record) if durable else self.metadata.reserve_uid()
+            record = QueueRecord(
+                name=name, created_at=record.created_at, uid=uid, durable=durable, arguments=record.arguments
+            )
+            seqs = SeqIds(self.journal, uid, self.settings.reserve_ahead, self.settings.segment_entries)
+            if not durable or self.durability == "memory":
+                seqs.unlimited()  # no restart brings its uid back
+            return self._add_queue(record, seqs, [self._index(record, n) for n in range(_levels(record))], None)
+
+    def get(self, name: str) -> StoredQueue:
+        queue = self.queues.get(name)
+        if queue is None:
+            raise QueueNotFoundError(f"no queue {name!r} in vhost {self.vhost!r}")
+        return queue
+
+    def delete(self, name: str) -> int:
+        """Delete a queue and its messages; how many were ready."""
+        with self._checkpoint_lock, self.lock:
+            self.committer.check()
+            queue = self.get(name)
+            if queue.durable:
+                self.metadata.delete_queue(queue.uid)
+            del self.queues[name]
+            count = len(queue.backing)
+            queue.backing.delete_and_terminate()
+            trash = os.path.join(self.root, "trash")
+            if self.disk.is_dir(queue.directory):
+                self.disk.make_dirs(trash)
+                self.disk.rename(queue.directory, os.path.join(trash, os.path.basename(queue.directory)))
+        self._empty_trash()
+        return count
+
+    def _empty_trash(self) -> None:
+        self.disk.remove_tree(os.path.join(self.root, "trash"))
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+
+    def reserve(self, queue: StoredQueue, count: int) -> None:
+        """Make sure that `count` seq_ids may be taken under the lock that follows. Called without the lock."""
+        while True:
+            with self.lock:
+                self.committer.check_publish()
+                if queue.seqs.available(count):
+                    return
+            self.committer.sync()
+
+    def check_size(self, size: int) -> None:
+        if size > self.settings.max_message_bytes:
+            raise MessageTooLargeError(
+                f"a message of {size} bytes is over the limit of {self.settings.max_message_bytes}; "
+                "split it, or raise max_message_bytes"
+            )
+
+    def wake(self) -> None:
+        """Something is in the buffer: see that it is committed. Commits at once when there is much."""
+        if len(self.journal.buffer) > self.settings.commit_bytes:
+            self.committer.sync()
+        elif not self._wake.is_set():
+            self._wake.set()
+
+    def fan_out(
+        self,
+        queues: list[StoredQueue],
+        head: bytes,
+        body: bytes,
+        *,
+        persistent: bool,
+        published_at: int,
+        expiry: int = 0,
+        level: int = 0,
+        producer: str | None = None,
+        publishing_id: int = 0,
+    ) -> list[int]:
+        """One message to many queues: one body, one journal record. Returns the seq_ids."""
+        for queue in queues:
+            self.reserve(queue, 1)
+        with self.lock:
+            self.committer.check_publish()
+            seqs = [queue.seqs.take(1) for queue in queues]
+            size = 4 + len(head) + len(body)
+            self.check_size(size)
+            durable = [persistent and queue.durable and self.durability != "memory" for queue in queues]
+            msg_id = None
+            if size >= self.settings.embed_below and any(durable):
+                msg_id = self.store.next_id()
+                self.store.write(msg_id, join_payload(head, body), sum(durable))
+            entries = []
+            for seq, safe in zip(seqs, durable, strict=True):
+                flags = (PERSISTENT | (IN_STORE if msg_id else 0)) if safe else 0
+                entry = Entry(seq, head, body, flags, published_at, expiry, msg_id if safe else None)
+                entry.level = level
+                entries.append(entry)
+            targets = [
+                (index.sid, entry.seq, index.overlay)
+                for queue, entry in zip(queues, entries, strict=True)
+                if entry.flags & PERSISTENT and (index := _index_for(queue, entry)) is not None
+            ]
+            if targets:
+                safe_entry = next(entry for entry in entries if entry.flags & PERSISTENT)
+                name = producer.encode() if producer is not None else None
+                self.journal.buffer.append_fanout(safe_entry, targets, LIVE, publishing_id, name)
+                if producer is not None:
+                    for queue in queues:
+                        key = f"{queue.uid}:{producer}"
+                        self.ledger.note(DEDUP, key, publishing_id, self.journal.buffer.file)
+            for queue, entry in zip(queues, entries, strict=True):
+                queue.backing.accept([entry])
+        self.wake()
+        return seqs
+
+    def last_publishing_id(self, queue: StoredQueue, producer: str) -> int | None:
+        """The highest publishing id that a producer has published to a queue."""
+        value = self.ledger.table(DEDUP).get(f"{queue.uid}:{producer}")
+        return None if value is None else int(value)
+
+    # -- transactions ------------------------------------------------------------------------------------------------
+
+    def transact(
+        self, publishes: list[tuple[StoredQueue, Entry]], acks: list[tuple[StoredQueue, list[int]]]
+    ) -> list[int]:
+        """All of it or nothing, also across a crash: one record group. Visible once it is safe. The seq_ids."""
+        wanted: dict[str, int] = {}
+        for queue, _ in publishes:
+            wanted[queue.name] = wanted.get(queue.name, 0) + 1
+        for name, count in wanted.items():
+            self.reserve(self.get(name), count)
+        with self.lock:
+            self.committer.check_publish() if publishes else self.committer.check()
+            seqs = []
+            for queue, entry in publishes:
+                entry.seq = queue.seqs.take(1)
+                seqs.append(entry.seq)
+            buffer = self.journal.buffer
+            buffer.begin_group()
+            for queue, entry in publishes:
+                queue.backing.journal_publish([entry], HIDDEN)
+            for queue, acked in acks:
+                queue.backing.journal_ack(acked)
+            buffer.end_group()
+
+            def apply() -> None:
+                for queue, entry in publishes:
+                    queue.backing.reveal([entry])
+                for queue, acked in acks:
+                    queue.backing.ack_committed(acked)
+
+            self.journal.after(apply)
+            lsn = self.journal.appended_lsn
+        self.committer.sync(lsn)
+        return seqs
+
+    # -- leases ------------------------------------------------------------------------------------------------------
+
+    def checkout(self, queue: StoredQueue, lease: str, limit: int, most_bytes: int = 1 << 62) -> Checkout | None:
+        """Freeze ready messages from the head as the lease's next checkout; durable when this returns."""
+        with self.lock:
+            self.committer.check()
+            state = self.ledger.table(LEASE).get(lease) or {"epoch": 0, "floor": 0, "next": 1}
+            ranges = queue.backing.checkout(limit, most_bytes)
+            if not ranges:
+                return None
+            number = state["next"]
+            self.journal.buffer.begin_group()
+            self.ledger.put(LEASE, lease, {**state, "next": number + 1})
+            self.ledger.put(
+                CHECKOUT,
+                f"{lease}/{number}",
+                {"queue": queue.uid, "ranges": {str(sid): pairs for sid, pairs in ranges.items()}},
+            )
+            self.journal.buffer.end_group()
+            lsn = self.journal.appended_lsn
+        self.committer.sync(lsn)
+        return Checkout(number, lease, ranges)
+
+    def checkouts(self, lease: str) -> list[Checkout]:
+        """Open checkouts of a lease, oldest first."""
+        out = []
+        for key, value in self.ledger.table(CHECKOUT).items():
+            name, _, number = key.rpartition("/")
+            if name == lease:
+                ranges = {int(sid): pairs for sid, pairs in value["ranges"].items()}
+                out.append(Checkout(int(number), lease, ranges))
+        return sorted(out, key=lambda checkout: checkout.number)
+
+    def settle(self, lease: str, upto: int, *, requeue: bool = False) -> int:
+        """End all checkouts of a lease up to a number, as acked or ready again; one record group, idempotent."""
+        settled = 0
+        with self.lock:
+            self.committer.check()
+            due = [checkout for checkout in self.checkouts(lease) if checkout.number <= upto]
+            if due:
+                by_uid = {queue.uid: queue for queue in self.queues.values()}
+                self.journal.buffer.begin_group()
+                state = self.ledger.table(LEASE)[lease]
+                self.ledger.put(LEASE, lease, {**state, "floor": max(state["floor"], upto)})
+                for checkout in due:
+                    uid = self.ledger.table(CHECKOUT)[f"{lease}/{checkout.number}"]["queue"]
+                    self.ledger.put(CHECKOUT, f"{lease}/{checkout.number}", None)
+                    if uid in by_uid:
+                        settled += by_uid[uid].backing.settle(checkout.ranges, requeue)
+                self.journal.buffer.end_group()
+            lsn = self.journal.appended_lsn
+        self.committer.sync(lsn)
+        return settled
+
+    # -- safety and upkeep -------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Return when everything before this call is safe, as `durability` defines it."""
+        if self.durability == "memory":
+            self.committer.check()
+            return
+        self.committer.sync()
+
+    def commit(self) -> None:
+        """For the checkpoint: what is in the buffer, with bodies synced in `os` durability, too."""
+        self.committer.commit(sync_store=True)
+
+    def indexes(self) -> list[QueueIndex]:
+        return [index for queue in self.queues.values() for index in queue.indexes]
+
+    def seq_ids(self) -> list[SeqIds]:
+        return [queue.seqs for queue in self.queues.values() if queue.durable]
+
+    def carry_state(self, upto: int) -> None:
+        self.ledger.carry(upto)
+
+    def checkpoint(self, *, seal: bool = False, carry_below: int | None = None) -> bool:
+        """Move what is in sealed journal files to segments; with `seal`, the current file first."""
+        with self._checkpoint_lock:
+            return self._checkpoint(seal, carry_below)
+
+    def _checkpoint(self, seal: bool, carry_below: int | None = None) -> bool:
+        if seal:
+            self._roll()
+        run = Checkpoint(self, self.disk, self.root, self.journal, self.settings)
+        return run.run(carry_below)
+
+    def _roll(self) -> None:
+        """Seal the current journal file, with everything that is appended now in it."""
+        while True:
+            self.committer.sync()
+            with self.lock:
+                self.committer.check()
+                if not self.journal.dirty:
+                    self.journal.roll()
+                    return
+
+    def compact(self) -> bool:
+        """Merge two store files that are mostly garbage; whether there were any."""
+        done = False
+        for store in (self.store, self.transient_store):
+            with self.lock:
+                job = compaction.plan(store)
+            if job is None:
+                continue
+            complete = False
+            try:
+                complete = job.run(sync=store is self.store)
+            finally:
+                with self.lock:
+                    if complete:
+                        job.commit()
+                    else:
+                        job.abort()
+            done = done or complete
+        return done
+
+    def tick(self) -> None:
+        """What the background thread does between two sleeps."""
+        if self.journal.dirty and self.durability != "memory":
+            self.committer.sync()
+        full = self.committer.full
+        if self.journal.sealed >= self.journal.floor or full:
+            self.checkpoint(seal=full)
+        self.compact()
+        if full:
+            self.committer.take_reserve()
+        with self.lock:
+            self.transient_store.flush()
+            self.monitor.update()
+
+    def _maintain(self) -> None:
+        interval = self.settings.commit_interval
+        while not self._closing:
+            self._wake.wait(1.0)
+            if self._closing:
+                return
+            time.sleep(interval)
+            self._wake.clear()
+            try:
+                self.tick()
+            except Exception as error:
+                if self._closing or self.committer.failed is not None:
+                    return
+                if not self.committer.full:
+                    log.exception("upkeep of vhost %s failed", self.vhost)
+                    self.committer.fail(error)
+                    return
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Hold off checkpoints and hold the lock, with everything committed and the journal rolled."""
+        with self._checkpoint_lock:
+            while True:
+                self.committer.sync()
+                with self.lock:
+                    if not self.journal.dirty:
+                        self.journal.roll()
+                        yield
+                        return
+
+    def snapshot(self, directory: str) -> str:
+        """A consistent copy by hard links in `directory`, a data directory of its own; the vhost's root in it."""
+        target = os.path.join(directory, "vhosts", os.path.basename(self.root))
+        with self.quiet():
+            self.disk.make_dirs(target)
+            self.store.seal()
+            files = link_store(self.disk, self.root, target)
+            self.metadata.backup(os.path.join(target, "meta.db"))
+            write_manifest(
+                self.disk,
+                target,
+                {
+                    "vhost": self.vhost,
+                    "lsn": self.journal.synced_lsn,
+                    "files": files,
+                    "queues": {
+                        queue.name: {
+                            "uid": queue.uid,
+                            "ready": len(queue.backing),
+                            "unacknowledged": queue.backing.pending_count,
+                            "pending": queue.backing.pending_pairs(),
+                        }
+                        for queue in self.queues.values()
+                    },
+                },
+            )
+        return target
+
+    # -- closing -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """A clean stop: everything to segments, recovery terms written. A store that failed is only let go."""
+        self._stop_thread()
+        if self.committer.failed is not None:
+            self._release()
+            return
+        try:
+            with self._checkpoint_lock:
+                if self.durability != "memory":
+                    self._checkpoint(seal=True, carry_below=0)
+                    # The carried reservations and state are in a new file; the terms have them, too.
+                    self._roll()
+                    with self.lock:
+                        self._write_terms()
+        finally:
+            self.committer.close()
+            self._release()
+
+    def _write_terms(self) -> None:
+        queues: dict[str, Any] = {}
+        for queue in self.queues.values():
+            if not queue.durable:
+                continue
+            streams = {}
+            levels = queue.backing.levels if isinstance(queue.backing, PriorityQueue) else [queue.backing]
+            for number, (level, index) in enumerate(zip(levels, queue.indexes, strict=True)):
+                state = level.terminate()
+                if state:
+                    segments = pack_segments(index)
+                    low = min((number * index.segment_size for number in index.segments), default=0)
+                    leased = sum(self._leased(index.sid)[1::2])
+                    live = sum(segment[1] for segment in segments)
+                    state.update(segments=segments, low=low, count=live - leased, bytes=level.total_bytes())
+                    streams[str(number)] = state
+            queues[str(queue.uid)] = {"next": queue.seqs.next, "streams": streams}
+        # Above the newest file: the journal begins with a new one, and nothing below it is needed.
+        next_file = self.journal.buffer.file
+        terms = {
+            "journal": next_file,
+            "floor": next_file,
+            "lsn": self.journal.next_lsn,
+            "queues": queues,
+            "ledger": self.ledger.dump(),
+        }
+        self.journal.move_floor(next_file)
+        self.journal.unlink_below_floor()
+        write_terms(self.disk, self.root, terms, self.store.save_terms())
+
+    def abandon(self) -> None:
+        """Let go without a clean stop, as a crash would; for tests."""
+        self._stop_thread()
+        self.committer.close()
+        self._release()
+
+    def _stop_thread(self) -> None:
+        self._closing = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+
+    def _release(self) -> None:
+        with self.lock:
+            self._handles.close()
+            self.journal.close()
+            self.store.close()
+            self.transient_store.close()
+            self.metadata.close()
+            self._directory_lock.release()
+
+
+def _has_levels(record: QueueRecord) -> bool:
+    return "x-max-priority" in record.arguments and record.arguments.get("x-backing-queue") != "sqlite"
+
+
+def _levels(record: QueueRecord) -> int:
+    if not _has_levels(record):
+        return 1
+    most = record.arguments["x-max-priority"]
+    assert isinstance(most, int)
+    return max(1, min(most, 255)) + 1
+
+
+def _index_for(queue: StoredQueue, entry: Entry) -> QueueIndex | None:
+    """Where a message of this priority is kept; None for a queue that keeps nothing on disk."""
+    if queue.record.arguments.get("x-backing-queue", "variable") != "variable":
+        return None
+    return queue.indexes[min(entry.level, len(queue.indexes) - 1)]

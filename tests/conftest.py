@@ -1,0 +1,188 @@
+"""What every test may use: the scale of the run, its seed, and the report that a full run leaves.
+
+Rules:
+
+1. A test that repeats something asks `scale` how often, so that `make test` does a tenth of `make test-full`.
+2. All chance in a run comes from one seed. It stands in pytest's header; `--hypothesis-seed=<it>` repeats the run.
+3. What a test counted (`record_property("kills", 300)`) goes into the report of a full run, docs/reliability/. A run of
+   some of the tests leaves no report: it would look like a run of all of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import random
+import shlex
+import subprocess
+import tempfile
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+_EXAMPLES_FULL = 1000
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How big the run is."""
+
+    full: bool
+
+    def scale(self, full: int) -> int:
+        """`full` in a full run, a tenth of it in a small one, but at least 2."""
+        return full if self.full else max(2, full // 10)
+
+
+def _scale_of_run() -> Scale:
+    name = os.environ.get("WARREN_TEST_SCALE", "small")
+    if name not in ("small", "full"):
+        raise pytest.UsageError(f"WARREN_TEST_SCALE is {name!r}; it can be small or full")
+    return Scale(full=name == "full")
+
+
+@pytest.fixture(scope="session")
+def scale() -> Scale:
+    return _scale_of_run()
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest, record_property) -> int:
+    """The seed of this run, for `random.Random(seed)`."""
+    seed = int(request.config.option.hypothesis_seed)
+    record_property("seed", seed)
+    return seed
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before Hypothesis' own pytest_configure, which reads it.
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+    scale = _scale_of_run()
+    # No deadline: a busy machine is no failure, and pytest-timeout ends what hangs.
+    hypothesis.settings.register_profile(
+        "warren", deadline=None, print_blob=True, max_examples=scale.scale(_EXAMPLES_FULL)
+    )
+    hypothesis.settings.load_profile("warren")
+    is_xdist_worker = hasattr(config, "workerinput")
+    if scale.full and not is_xdist_worker:
+        config.pluginmanager.register(ReliabilityReport(config), "warren-reliability-report")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"warren: scale {'full' if _scale_of_run().full else 'small'}, seed {config.option.hypothesis_seed}"
+
+
+@dataclass
+class _TestRun:
+    outcome: str = "passed"
+    seconds: float = 0.0
+    properties: dict[str, object] = field(default_factory=dict)
+
+
+class ReliabilityReport:
+    """Gathers the results of a full run and writes them to docs/reliability/<date>-<commit>.md."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._runs: dict[str, _TestRun] = defaultdict(_TestRun)  # by node id, in the order of the run
+        self._deselected = False
+        self._written: Path | None = None
+
+    def pytest_deselected(self) -> None:
+        self._deselected = True
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self._runs[report.nodeid].outcome = "skipped"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        run = self._runs[report.nodeid]
+        run.seconds += report.duration
+        run.properties.update(report.user_properties)
+        if report.outcome != "passed" and run.outcome != "failed":
+            run.outcome = report.outcome
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        whole = (
+            self._config.args_source is pytest.Config.ArgsSource.TESTPATHS
+            and not self._deselected
+            and not session.shouldstop
+            and not session.shouldfail
+            and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        )
+        if not whole:
+            return
+        now = datetime.datetime.now(datetime.UTC)
+        commit = self._git("rev-parse", "--short", "HEAD") or "uncommitted"
+        path = self._config.rootpath / "docs" / "reliability" / f"{now:%Y-%m-%d}-{commit}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self._text(now, commit))
+        self._written = path
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._written is None:
+            terminalreporter.write_line("no reliability report: the run did not go through all of the tests")
+        else:
+            terminalreporter.write_line(f"wrote {self._written.relative_to(self._config.rootpath)}")
+
+    def _text(self, now: datetime.datetime, commit: str) -> str:
+        arguments = shlex.join(self._config.invocation_params.args)
+        command = "make test-full" + (f" ARGS={shlex.quote(arguments)}" if arguments else "")
+        dirty = ", with uncommitted changes" if self._git("status", "--porcelain") else ""
+        lines = [
+            f"# Full test run of {now:%Y-%m-%d}",
+            "",
+            f"- commit: {commit}{dirty}",
+            f"- command: `{command}`",
+            f"- seed: {self._config.option.hypothesis_seed} (`--hypothesis-seed` repeats it)",
+            f"- machine: {os.cpu_count()} cores, {platform.system()} {platform.release()} {platform.machine()}, "
+            f"temporary files on {_filesystem(tempfile.gettempdir())}",
+            f"- Python: {platform.python_version()} ({platform.python_implementation()})",
+            "",
+            "| test file | tests | passed | failed | skipped | minutes |",
+            "|---|--:|--:|--:|--:|--:|",
+        ]
+        files: dict[str, list[_TestRun]] = defaultdict(list)
+        for node_id, run in self._runs.items():
+            files[node_id.partition("::")[0]].append(run)
+        lines += [_row(name, runs) for name, runs in sorted(files.items())]
+        lines.append(_row("**all**", list(self._runs.values())))
+        counted = [
+            f"| {node_id.replace('|', chr(92) + '|')} | {name} | {value} |"
+            for node_id, run in self._runs.items()
+            for name, value in run.properties.items()
+        ]
+        if counted:
+            lines += ["", "What the tests recorded:", "", "| test | what | value |", "|---|---|--:|", *counted]
+        return "\n".join(lines) + "\n"
+
+    def _git(self, *arguments: str) -> str:
+        """What git says, or nothing where there is no git, no repository or no commit."""
+        try:
+            done = subprocess.run(["git", *arguments], cwd=self._config.rootpath, capture_output=True, text=True)
+        except FileNotFoundError:
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _row(name: str, runs: list[_TestRun]) -> str:
+    count = Counter(run.outcome for run in runs)
+    minutes = sum(run.seconds for run in runs) / 60
+    cells = [name, len(runs), count["passed"], count["failed"], count["skipped"], f"{minutes:.2f}"]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _filesystem(path: str) -> str:
+    """The type of the filesystem that holds `path`, for example ext4."""
+    path = os.path.realpath(path)
+    best, kind = "", "an unknown filesystem"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, mount_kind, *_ = line.split(" ")
+        if os.path.commonpath([path, mount]) == mount and len(mount) >= len(best):
+            best, kind = mount, mount_kind
+    return kind
