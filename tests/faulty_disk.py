@@ -17,6 +17,7 @@ Rules:
    or at none that was moved. It is safe once any directory that it touches was synced.
 3. The sync of a file does not make its name safe; the sync of a directory does not make its own name safe.
 4. Writes that were in flight when a sync failed stay in doubt for ever: a later sync that succeeds does not cover them.
+   Names whose `sync_dir` failed are just not synced yet.
 5. SQLite and LMDB open their files by themselves, so these are real files in the real directory `root`, and every
    directory in memory is mirrored there. They are trusted: a crash leaves them as they are, but a directory that is
    lost takes them along and one that returns to its old name brings them back. Close the connections of a crashed
@@ -84,12 +85,14 @@ class _Image:
         return self
 
     def apply(self, write: _Write) -> None:
-        end = write.offset + len(write.data)
-        if write.data:
-            if write.offset > len(self.data):
-                self.data.extend(bytes(write.offset - len(self.data)))
-            self.data[write.offset : end] = write.data
-        self.length = max(self.length, end)
+        offset, data, _ = write
+        end = offset + len(data)
+        if data:
+            if offset > len(self.data):
+                self.data.extend(bytes(offset - len(self.data)))
+            self.data[offset:end] = data
+        if end > self.length:
+            self.length = end
 
     def read(self, count: int, offset: int) -> bytes:
         end = min(offset + count, self.length)
@@ -132,7 +135,8 @@ class _Inode:
 
     def write(self, offset: int, data: bytes) -> None:
         write = _Write(offset, data)
-        self.live = self.live.own()
+        if self.live.shared:
+            self.live = self.live.own()
         self.live.apply(write)
         self.pending.append(write)
 
@@ -316,7 +320,6 @@ class FaultyFile(DiskFile):
 
     def pwrite(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         data = bytes(data)
-        end = offset + len(data)
         if data:
             disk = self._disk
             with disk._lock:
@@ -324,21 +327,21 @@ class FaultyFile(DiskFile):
                 self._check(writing=True)
                 if offset < 0:
                     raise _error(errno.EINVAL, self.path)
+                fits = data
                 if fault is not None:
-                    self._write(data[: disk._written_despite(fault, len(data))], offset)
+                    fits = data[: disk._written_despite(fault, len(data))]
+                if disk.capacity is not None:
+                    longest = self._inode.live.length + max(0, disk._room())
+                    fits = fits[: max(0, longest - offset)]
+                if fits:
+                    disk._store(self._inode, offset, fits)
+                if fault is not None:
                     raise fault.exception(self.path)
-                if not self._write(data, offset):
+                if len(fits) < len(data):
                     raise _error(errno.ENOSPC, self.path)
-        self.size = max(self.size, end)
-
-    def _write(self, data: bytes, offset: int) -> bool:
-        """Write what there is room for; whether that is all of it."""
-        grows = offset + len(data) - self._inode.live.length
-        lacking = max(0, grows - max(0, self._disk._room())) if grows > 0 else 0
-        fits = data[: max(0, len(data) - lacking)]
-        if fits:
-            self._disk._store(self._inode, offset, fits)
-        return not lacking
+        end = offset + len(data)
+        if end > self.size:
+            self.size = end
 
     def pread(self, count: int, offset: int) -> bytes:
         disk = self._disk
@@ -727,7 +730,8 @@ class FaultyDisk(Disk):
             raise PowerCut(path)
 
     def _count(self, kind: str, path: str, size: int = 0) -> _Fault | None:
-        self._require_power(path)
+        if self.is_off:
+            raise PowerCut(path)
         self.calls += 1
         self.trace.append(Call(kind, path, size, _call_site() if self.trace_sites else ""))
         if not self._plan:
@@ -753,9 +757,9 @@ class FaultyDisk(Disk):
         return UNLIMITED_BYTES if self.capacity is None else self.capacity - self._used
 
     def _store(self, inode: _Inode, offset: int, data: bytes) -> None:
-        self._used -= inode.live.length
+        length = inode.live.length
         inode.write(offset, data)
-        self._used += inode.live.length
+        self._used += inode.live.length - length
         self._dirty[inode] = None
         if data:
             self._last_written = inode
@@ -978,21 +982,23 @@ class FaultyDisk(Disk):
         with tempfile.TemporaryDirectory(dir=os.path.dirname(self.root)) as stage:
             carried: list[tuple[str, str]] = []
             for path, old in origin.items():
-                if old is None or (in_place and old == self.root):
-                    continue
-                for name in self._real_names(old):
-                    source = os.path.join(old, name)
+                for name in self._real_names(old) if old is not None else ():
+                    source, target = os.path.join(old or "", name), os.path.join(path, name)
                     if in_place:
-                        source = os.path.join(stage, str(len(carried)))
-                        os.rename(os.path.join(old, name), source)
-                    carried.append((source, os.path.join(path, name)))
+                        # Two directories may have changed places, so all files leave before the first one arrives.
+                        staged = os.path.join(stage, str(len(carried)))
+                        os.rename(source, staged)
+                        source = staged
+                    carried.append((source, target))
             if in_place:
                 for path in self._dirs:
                     if os.path.dirname(path) == self.root:
                         shutil.rmtree(path, ignore_errors=True)
             _make_real_directories(origin)
             for source, target in carried:
-                if os.path.isdir(source):
+                if in_place:
+                    os.rename(source, target)
+                elif os.path.isdir(source):
                     shutil.copytree(source, target)
                 else:
                     shutil.copyfile(source, target)

@@ -117,6 +117,7 @@ class VhostStore:
         self.root = os.path.join(data_directory, "vhosts", hashed(vhost))
         self.queues: dict[str, StoredQueue] = {}
         self.clean_start = False
+        self.closed = False
         self._debug = debug
         self._clock = clock
         self._progress = progress or (lambda what, done, total: None)
@@ -842,6 +843,9 @@ class VhostStore:
 
     def _release(self) -> None:
         with self.lock:
+            if self.closed:
+                return
+            self.closed = True
             self._handles.close()
             self.journal.close()
             self.store.close()
