@@ -293,7 +293,7 @@ def test_a_job_that_did_not_run_cannot_be_committed(store):
 
 def test_a_damaged_record_ends_the_job_and_its_file_is_left_alone(store, path):
     ids = fill(store, 3)
-    keep(store, ids, 0, 2, 4, 8)
+    keep(store, ids, 0, 2, 4, 8, 9)
     file = Path(path) / "0.0.rdq"
     data = bytearray(file.read_bytes())
     data[HEADER_BYTES + 2 * RECORD + 500] ^= 1
@@ -395,7 +395,9 @@ def test_a_power_loss_at_any_call_of_a_compaction_loses_nothing(tmp_path, mode, 
         keep(store, ids, *kept)
         disk.crash_at(call, tear=chance.randrange(2000))
         with contextlib.suppress(PowerCut):
-            completed = compact(store) and compact(store)
+            while compact(store):
+                pass
+            completed = True
         after_disk = disk.crash(chance, mode)
         wanted = {ids[number]: number for number in kept}
         after = MessageStore.open_dirty(
@@ -466,12 +468,13 @@ class Model:
             batch = self.chance.choices(list(self.refs), k=self.chance.choice((1, 2, 10)))
             # An id is not removed more often than it has references: the engine keeps count.
             batch = [msg_id for n, msg_id in enumerate(batch) if batch[:n].count(msg_id) < self.refs[msg_id]]
-            self.store.remove_many(batch)
             for msg_id in batch:
                 self.refs[msg_id] -= 1
                 if self.refs[msg_id] == 0:
                     del self.refs[msg_id]
                     self.uncertain.discard(msg_id)
+            # The journal has it already: should power go in this call, nobody asks for these messages again.
+            self.store.remove_many(batch)
 
     def add_refs(self) -> None:
         if self.refs:
@@ -541,8 +544,9 @@ class Model:
         assert self.uncertain.issuperset(self.store.missing)
         for msg_id in self.store.missing:
             del self.refs[msg_id]
+        # What was found is not safe yet, if only a process was killed: the next commit syncs it.
+        self.uncertain.difference_update(self.store.missing)
         self.check()
-        self.uncertain.clear()
         self.crashes += 1
 
     def check(self) -> None:
@@ -581,9 +585,7 @@ class Model:
         self.crash()
 
 
-def test_a_random_life_with_crashes_and_compactions_keeps_every_message(
-    tmp_path, new_index, seed, scale, record_property
-):
+def test_a_random_life_keeps_every_message(tmp_path, new_index, seed, scale, record_property):
     totals = [0, 0, 0]
     for life in range(scale.scale(100)):
         model = Model(random.Random(seed + life), tmp_path / str(life), new_index)

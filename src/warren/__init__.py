@@ -13,6 +13,8 @@ This module is the library face: durable queues in this process.
 b'hello'
 """
 
+from typing import Any
+
 from warren import errors
 from warren.errors import WarrenError
 from warren.library import Snapshot, Store, Transaction, open
@@ -22,3 +24,12 @@ from warren.queueing.queue import Queue
 __version__ = "0.1.0"
 
 __all__ = ["Message", "Queue", "Snapshot", "Store", "Transaction", "WarrenError", "errors", "open"]
+
+
+def __getattr__(name: str) -> Any:
+    """`warren.aio` is imported when it is first used: who has no loop does not pay for asyncio."""
+    if name == "aio":
+        import importlib
+
+        return importlib.import_module("warren.aio")
+    raise AttributeError(f"module 'warren' has no attribute {name!r}")

@@ -35,6 +35,10 @@ class DurabilityError(WarrenError):
     """The durability asked for does not fit the directory."""
 
 
+class InvalidArgumentError(WarrenError, TypeError, ValueError):
+    """A value of a wrong type, or one that is not possible: a body that is not bytes, a property that AMQP cannot carry."""
+
+
 class QueueArgumentError(WarrenError, ValueError):
     """An unknown queue argument, or one with a wrong type or value."""
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from warren.errors import MessageStateError, QueueArgumentError, QueueMismatchError
+from warren.errors import (
+    DiskFullError,
+    InvalidArgumentError,
+    MessageStateError,
+    QueueArgumentError,
+    QueueMismatchError,
+    StoreFailedError,
+    StorePathError,
+    WarrenError,
+)
+from warren.kernel.entry import Entry
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.message import Message
-from warren.queueing.properties import encode_head
 from warren.queueing.queue import Queue
 from warren.storage.settings import EngineSettings
 from warren.storage.vhost_store import StoredQueue, VhostStore
@@ -23,6 +35,7 @@ class Store:
         self.engine = engine
         self._handles: dict[str, Queue] = {}
         self._snapshots = 0
+        self._closing = threading.Lock()
         for stored in list(engine.queues.values()):
             self._handle(stored)
 
@@ -43,13 +56,14 @@ class Store:
 
     def queue(self, name: str, durable: bool = True, arguments: dict[str, Any] | None = None) -> Queue:
         """The queue of this name; created if absent. Raises QueueMismatchError where it exists with other arguments."""
-        if not isinstance(name, str) or not 0 < len(name.encode()) <= 255:
-            raise QueueArgumentError(f"a queue name is text of 1 to 255 bytes, not {name!r:.80}")
+        _check_name("a queue name", name, QueueArgumentError)
+        if not isinstance(durable, bool):
+            raise QueueArgumentError(f"durable is {durable!r}, a {type(durable).__name__}; it is True or False")
         wanted = QueueArguments.parse(arguments)
         with self.engine.lock:
             handle = self._current(name)
             if handle is None:
-                return self._handle(self.engine.declare(name, durable=durable, arguments=dict(arguments or {})))
+                return self._declare(name, durable, dict(arguments or {}))
             if handle.durable != durable:
                 raise QueueMismatchError(
                     f"queue {name!r} in vhost {self.vhost!r} is declared with durable={handle.durable}, not {durable}"
@@ -62,6 +76,12 @@ class Store:
                         "use the arguments that it has, or delete it first"
                     )
             return handle
+
+    def _declare(self, name: str, durable: bool, arguments: dict[str, Any]) -> Queue:
+        try:
+            return self._handle(self.engine.declare(name, durable=durable, arguments=arguments))
+        except TypeError as error:  # an argument of the client's own that the metadata cannot keep
+            raise QueueArgumentError(str(error)) from None
 
     def _current(self, name: str) -> Queue | None:
         """The handle of a queue that exists."""
@@ -91,6 +111,7 @@ class Store:
     def snapshot(self) -> Snapshot:
         """A consistent copy by hard links, removed at the end of its `with` block. Copy its path to keep it."""
         with self.engine.lock:
+            self.engine.committer.check()
             self._snapshots += 1
             number = self._snapshots
         return Snapshot(self.engine, number)
@@ -99,6 +120,7 @@ class Store:
         """The store as a whole: message stores, journal, memory, damage."""
         engine = self.engine
         with engine.lock:
+            engine.committer.check()
             persistent, transient = engine.store.garbage(), engine.transient_store.garbage()
             return {
                 "vhost": engine.vhost,
@@ -120,13 +142,14 @@ class Store:
 
     def close(self) -> None:
         """A clean stop. Calling it twice does nothing."""
-        if self.engine.closed:
-            return
-        try:
-            self.engine.close()
-        finally:
-            for handle in self._handles.values():
-                handle.gone()
+        with self._closing:
+            if self.engine.closed:
+                return
+            try:
+                self.engine.close()
+            finally:
+                for handle in list(self._handles.values()):
+                    handle.gone()
 
     def __enter__(self) -> Store:
         return self
@@ -145,8 +168,9 @@ class Transaction:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._publishes: list[tuple[Queue, bytes, bytes, bool, int | None, int | None]] = []
-        self._acks: dict[str, tuple[Queue, list[Message]]] = {}
+        self._publishes: list[tuple[Queue, Entry]] = []
+        self._acks: dict[Queue, list[Message]] = {}
+        self._done = False
         self.seq_ids: list[int] = []  # of the publishes, after the commit
 
     def publish(
@@ -161,47 +185,64 @@ class Transaction:
         **properties: Any,
     ) -> None:
         """Publish to a queue, by name, when the transaction commits."""
+        self._check_open()
         with self._store.engine.lock:
             self._store.engine.get(queue)
             handle = self._store._current(queue)
         assert handle is not None
-        head = encode_head(
-            "",
-            queue,
-            persistent=persistent,
-            headers=headers,
-            priority=priority,
-            expiration_ms=expiration_ms,
-            **properties,
-        )
-        self._store.engine.check_size(len(body))
-        self._publishes.append((handle, head, bytes(body), persistent, priority, expiration_ms))
+        head = handle.head_for(persistent, headers, priority, expiration_ms, properties)
+        self._publishes.append((handle, handle.entry_for(body, head, persistent, priority, expiration_ms)))
 
     def ack(self, message: Message) -> None:
         """Ack a message when the transaction commits."""
-        if message.settled:
+        self._check_open()
+        if not isinstance(message, Message):
+            raise InvalidArgumentError(f"a Message is needed, not {type(message).__name__}: {message!r:.60}")
+        if message.queue._store is not self._store.engine:
+            raise MessageStateError(f"{message!r} is of another store; a transaction is of one")
+        acked = self._acks.setdefault(message.queue, [])
+        if message.settled or any(message is other for other in acked):
             raise MessageStateError(f"{message!r} was settled before")
-        self._acks.setdefault(message.queue.name, (message.queue, []))[1].append(message)
+        acked.append(message)
+
+    def _check_open(self) -> None:
+        if self._done:
+            raise MessageStateError("the transaction is over; begin a new one with Store.transaction()")
 
     def __enter__(self) -> Transaction:
+        self._check_open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
+        self._done = True
+        if kind is None and (self._publishes or self._acks):
             self._commit()
 
     def _commit(self) -> None:
         engine = self._store.engine
-        publishes = []
-        for handle, head, body, persistent, priority, expiration_ms in self._publishes:
-            publishes.append((handle._stored, handle.entry_for(body, head, persistent, priority, expiration_ms)))
-        acks = [(handle._stored, handle._settle(messages)) for handle, messages in self._acks.values()]
-        if publishes or acks:
-            self.seq_ids = engine.transact(publishes, acks)
-            for handle in {id(item[0]): item[0] for item in self._publishes}.values():
-                handle.announce()
+        arrived: dict[Queue, list[Entry]] = {}
+        for queue, entry in self._publishes:
+            arrived.setdefault(queue, []).append(entry)
+        settled: list[Message] = []
+        try:
+            with engine.lock:
+                for queue, entries in arrived.items():
+                    queue.check_room(entries)
+                acks = []
+                for queue, messages in self._acks.items():
+                    queue._check()
+                    acks.append((queue._stored, queue._settle(messages)))
+                    settled += messages
+            self.seq_ids = engine.transact([(queue._stored, entry) for queue, entry in self._publishes], acks)
+        except WarrenError:
+            # Refused as a whole. After a failed write nobody knows, and nothing can be settled before the next start.
+            for message in settled:
+                message.settled = False
+            raise
+        for queue, entries in arrived.items():
+            queue.announce(entries)
 
 
 class Snapshot:
@@ -231,7 +272,7 @@ def open(  # the name is the public one
     durability: str = "fsync",
     *,
     settings: EngineSettings | None = None,
-    progress: Any = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Store:
     """Open a data directory, created if absent, and own it until it is closed.
 
@@ -239,7 +280,40 @@ def open(  # the name is the public one
     nothing. Raises an error of `warren.errors` that says what to do: the directory is in use, is a file, was written by
     a newer Warren.
     """
-    directory = os.fspath(path)
-    if not isinstance(directory, str):
-        raise TypeError(f"path is a string or a Path, not {path!r}")
-    return Store(VhostStore(os.path.abspath(directory), vhost, durability=durability, settings=settings, progress=progress))
+    try:
+        directory = os.fspath(path)
+    except TypeError:
+        directory = None
+    if not isinstance(directory, str) or not directory or "\0" in directory:
+        raise InvalidArgumentError(
+            f"path is {path!r}, a {type(path).__name__}; it is the path of a directory, text or a Path"
+        )
+    _check_name("a vhost name", vhost, InvalidArgumentError)
+    directory = os.path.abspath(directory)
+    try:
+        return Store(VhostStore(directory, vhost, durability=durability, settings=settings, progress=progress))
+    except OSError as error:
+        raise _clear_error(directory, error) from error
+
+
+def _check_name(what: str, name: object, kind: type[WarrenError]) -> None:
+    if isinstance(name, str):
+        try:
+            if 0 < len(name.encode()) <= 255:
+                return
+        except UnicodeEncodeError:
+            pass
+    raise kind(f"{what} is text of 1 to 255 bytes, not {name!r:.80}")
+
+
+def _clear_error(directory: str, error: OSError) -> WarrenError:
+    """What the disk says while a store is opened, as what to do about it."""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StorePathError(
+            f"cannot write to {directory}: {error}. Give a directory that this user may read and write, with all in it"
+        )
+    if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP):
+        return StorePathError(f"{directory} cannot hold a store: {error}. Give a directory")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFullError(f"no room to open {directory}: {error}. Free some, then open it again")
+    return StoreFailedError(f"cannot open {directory}: {error}")

@@ -68,6 +68,32 @@ def make_entries(bodies, bytes head not None, uint64_t first_seq, uint8_t flags,
     return made, largest
 
 
+def number_entries(list entries not None, uint64_t first_seq, uint8_t level):
+    """Give entries consecutive seq_ids and a priority level."""
+    cdef Entry entry
+    for item in entries:
+        entry = <Entry>item
+        entry.seq = first_seq
+        entry.level = level
+        first_seq += 1
+
+
+def summarize(list entries not None):
+    """(payload bytes, how many are persistent, the largest payload)."""
+    cdef uint64_t total = 0
+    cdef Py_ssize_t persistent = 0
+    cdef uint32_t largest = 0
+    cdef Entry entry
+    for item in entries:
+        entry = <Entry>item
+        total += entry.size
+        if entry.flags & PERSISTENT:
+            persistent += 1
+        if entry.size > largest:
+            largest = entry.size
+    return total, persistent, largest
+
+
 def total_size(entries):
     """Sum of payload bytes."""
     cdef uint64_t total = 0

@@ -4,6 +4,7 @@
     file   = file header, block*
     block  = "WBLK" u32 records, u64 lsn, u64 length of the records, u32 unused, u32 CRC of the 28 bytes before; record*
     record = u32 length, u32 CRC of what follows; u8 type, ...
+             inside of a group the CRC is inverted
 
 `docs/format.md` has the grammar of every type. Little-endian throughout.
 """
@@ -132,10 +133,12 @@ cdef class RecordBuffer:
         """Fill in length and CRC of the record that begins at `at` and ends at the end."""
         cdef uint32_t length = <uint32_t>(self.size - at - PREFIX)
         cdef uint32_t crc = warren_crc(0, self.data + at + PREFIX, length)
-        memcpy(self.data + at, &length, 4)
-        memcpy(self.data + at + 4, &crc, 4)
         if self.group < 0:
             self.count += 1
+        else:       # so that a search behind damage takes no member of a group for a record of its own
+            crc = ~crc
+        memcpy(self.data + at, &length, 4)
+        memcpy(self.data + at + 4, &crc, 4)
         return 0
 
     cdef Py_ssize_t publish(self, Entry entry, uint64_t *targets, uint16_t count, uint64_t publishing_id,
@@ -336,6 +339,19 @@ cdef bint _sound(const unsigned char *p, Py_ssize_t left) noexcept nogil:
     return warren_crc(0, p + PREFIX, length) == crc
 
 
+cdef bint _sound_member(const unsigned char *p, Py_ssize_t left) noexcept nogil:
+    """Is there a whole record at `p`, be it in a group or not? For who knows its place."""
+    cdef uint32_t length, crc, found
+    if left < PREFIX + 2:
+        return False
+    memcpy(&length, p, 4)
+    if length < 2 or length > left - PREFIX:
+        return False
+    memcpy(&crc, p + 4, 4)
+    found = warren_crc(0, p + PREFIX, length)
+    return found == crc or ~found == crc
+
+
 cdef bint _block(const unsigned char *p, Py_ssize_t left) noexcept nogil:
     """Is there a block header with a true CRC at `p`?"""
     cdef uint32_t crc
@@ -351,8 +367,8 @@ def check_record(bytes record not None):
     if PyBytes_GET_SIZE(record) < PREFIX + 2:
         return False
     memcpy(&length, PyBytes_AS_STRING(record), 4)
-    return length + PREFIX == PyBytes_GET_SIZE(record) and _sound(<unsigned char *>PyBytes_AS_STRING(record),
-                                                                   PyBytes_GET_SIZE(record))
+    return length + PREFIX == PyBytes_GET_SIZE(record) and _sound_member(
+        <unsigned char *>PyBytes_AS_STRING(record), PyBytes_GET_SIZE(record))
 
 
 def read_publishes(bytes rows not None, bytes data not None, uint64_t base, list entries not None, list damaged not None):
@@ -372,7 +388,7 @@ def read_publishes(bytes rows not None, bytes data not None, uint64_t base, list
             continue
         p = start + (row[i].offset - base)
         memcpy(&length, p, 4)
-        if length + PREFIX != row[i].size or not _sound(p, row[i].size) or p[PREFIX] != PUBLISH:
+        if length + PREFIX != row[i].size or not _sound_member(p, row[i].size) or p[PREFIX] != PUBLISH:
             damaged.append((row[i].seq, row[i].offset, row[i].size))
             continue
         payload = _payload(p + PREFIX, &payload_size)
@@ -444,10 +460,12 @@ cdef bint _plausible(const unsigned char *p, Py_ssize_t left) noexcept nogil:
     """After damage: could a record begin here? Keeps the search from summing over whole files."""
     cdef uint32_t length, payload
     cdef uint16_t count
-    if left < PREFIX + 16:
+    if left < PREFIX + 2:
         return False
     memcpy(&length, p, 4)
     if p[PREFIX] == PUBLISH:
+        if left < PREFIX + PUBLISH_FIXED:
+            return False
         memcpy(&count, p + PREFIX + 2, 2)
         memcpy(&payload, p + PREFIX + 4, 4)
         return (length >= PUBLISH_FIXED + TARGET and length < 1048576

@@ -76,23 +76,27 @@ cdef inline uint32_t _body_crc(uint64_t sid, uint64_t seq, const unsigned char *
     return warren_crc(warren_crc(warren_crc(0, &sid, 8), &seq, 8), payload, size)
 
 
+cdef bint _sound_record(const unsigned char *p, uint32_t length) noexcept nogil:
+    """Is there a publish record at `p`, in a group (the CRC is inverted) or not?"""
+    cdef uint32_t crc, found = warren_crc(0, p + RECORD_PREFIX, length)
+    memcpy(&crc, p + 4, 4)
+    return (found == crc or ~found == crc) and p[RECORD_PREFIX] == 1
+
+
 def convert_rows(bytes rows not None, bytes data not None, uint64_t base, uint64_t sid, uint64_t segment_size,
                  uint64_t qs_offset, list damaged not None):
     """Journal records become segment bytes: the bodies to append to .qs at `qs_offset`, and runs of slots
     (position in the segment, bytes). `rows` are of one segment and lie in `data`, which begins at offset `base` of
     their journal file. A record that does not check out goes to `damaged` as (seq, offset, size)."""
     cdef Row *row = <Row *>PyBytes_AS_STRING(rows)
-    cdef Py_ssize_t n = PyBytes_GET_SIZE(rows) // <Py_ssize_t>sizeof(Row), have = PyBytes_GET_SIZE(data), i
-    cdef unsigned char *start = <unsigned char *>PyBytes_AS_STRING(data)
-    cdef unsigned char *p
-    cdef unsigned char *payload
-    cdef uint32_t length, crc, size
-    cdef uint16_t targets
-    cdef uint64_t expiry, published_at, total = 0, place = qs_offset, seq, following = 0
+    cdef Py_ssize_t n = PyBytes_GET_SIZE(rows) // <Py_ssize_t>sizeof(Row), i, made = 0, run_start = 0
+    cdef uint64_t have = PyBytes_GET_SIZE(data), total = 0, following = 0, used
     cdef bytes bodies, slots
+    cdef bytearray sound = bytearray(n)
+    cdef unsigned char *is_sound = <unsigned char *>sound
+    cdef const unsigned char *start = <unsigned char *>PyBytes_AS_STRING(data)
     cdef unsigned char *out
     cdef unsigned char *slot
-    cdef Py_ssize_t run_start = 0, made = 0
     cdef list runs = []
     for i in range(n):
         total += row[i].size
@@ -100,18 +104,41 @@ def convert_rows(bytes rows not None, bytes data not None, uint64_t base, uint64
     out = <unsigned char *>PyBytes_AS_STRING(bodies)
     slots = PyBytes_FromStringAndSize(NULL, n * SLOT)
     slot = <unsigned char *>PyBytes_AS_STRING(slots)
-    total = 0
+    with nogil:
+        used = _convert(row, n, start, have, base, sid, qs_offset, out, slot, is_sound)
+    for i in range(n):
+        if not is_sound[i]:
+            damaged.append((row[i].seq, row[i].offset, row[i].size))
+            continue
+        if made and row[i].seq != following:
+            runs.append((<uint64_t>(following - (made - run_start)) % segment_size, slots[run_start * SLOT:made * SLOT]))
+            run_start = made
+        following = row[i].seq + 1
+        made += 1
+    if made > run_start:
+        runs.append((<uint64_t>(following - (made - run_start)) % segment_size, slots[run_start * SLOT:made * SLOT]))
+    return bodies[:used], runs
+
+
+cdef uint64_t _convert(Row *row, Py_ssize_t n, const unsigned char *start, uint64_t have, uint64_t base, uint64_t sid,
+                       uint64_t qs_offset, unsigned char *out, unsigned char *slot,
+                       unsigned char *is_sound) noexcept nogil:
+    """The loop of `convert_rows`; how many body bytes it made."""
+    cdef Py_ssize_t i
+    cdef const unsigned char *p
+    cdef const unsigned char *payload
+    cdef uint32_t length, crc, size
+    cdef uint16_t targets
+    cdef uint64_t expiry, published_at, seq, place = qs_offset
     for i in range(n):
         seq = row[i].seq
-        if row[i].offset < base or row[i].offset - base + row[i].size > <uint64_t>have:
-            damaged.append((seq, row[i].offset, row[i].size))
+        if row[i].offset < base or row[i].offset - base + row[i].size > have:
             continue
         p = start + (row[i].offset - base)
         memcpy(&length, p, 4)
-        memcpy(&crc, p + 4, 4)
-        if length + RECORD_PREFIX != row[i].size or warren_crc(0, p + RECORD_PREFIX, length) != crc or p[RECORD_PREFIX] != 1:
-            damaged.append((seq, row[i].offset, row[i].size))
+        if length + RECORD_PREFIX != row[i].size or not _sound_record(p, length):
             continue
+        is_sound[i] = 1
         p += RECORD_PREFIX
         memcpy(&targets, p + 2, 2)
         memcpy(&size, p + 4, 4)
@@ -120,10 +147,6 @@ def convert_rows(bytes rows not None, bytes data not None, uint64_t base, uint64
         payload = p + PUBLISH_FIXED + targets * TARGET
         if p[1] & 1:
             payload += 9 + payload[8]
-        if made and seq != following:
-            runs.append((<uint64_t>(following - (made - run_start)) % segment_size, slots[run_start * SLOT:made * SLOT]))
-            run_start = made
-        following = seq + 1
         if p[1] & 2:
             memcpy(&size, payload + 16, 4)
             _slot(slot, sid, seq, PERSISTENT | IN_STORE, 0, payload, 0, size, expiry, published_at)
@@ -137,10 +160,7 @@ def convert_rows(bytes rows not None, bytes data not None, uint64_t base, uint64
             out += BODY_PREFIX + size
             place += BODY_PREFIX + size
         slot += SLOT
-        made += 1
-    if made > run_start:
-        runs.append((<uint64_t>(following - (made - run_start)) % segment_size, slots[run_start * SLOT:made * SLOT]))
-    return bodies[:place - qs_offset], runs
+    return place - qs_offset
 
 
 def encode_bodies(list entries not None, uint64_t sid, uint64_t qs_offset):

@@ -1,23 +1,35 @@
-"""A queue as a Python object: publish, get, ack, browse. What AMQP adds (consumers, routing) builds on the same parts."""
+"""A queue as a Python object: publish, get, ack, browse. What AMQP adds (consumers, routing) is built on the same."""
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
-from warren.errors import MessageStateError, QueueNotFoundError, StoreClosedError
-from warren.kernel.entry import IN_STORE, PERSISTENT, Delivery, Entry, deliveries, make_entries, settle
+from warren.errors import (
+    DiskFullError,
+    InvalidArgumentError,
+    MessageStateError,
+    QueueNotFoundError,
+    StoreClosedError,
+    StoreFailedError,
+    WarrenError,
+)
+from warren.kernel.entry import IN_STORE, PERSISTENT, Delivery, Entry, deliveries, make_entries, number_entries, settle
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.limits import Limits
 from warren.queueing.message import Message
 from warren.queueing.properties import encode_head
 from warren.storage.payload import join_payload
+from warren.storage.priority_queue import PriorityQueue
 from warren.storage.vhost_store import StoredQueue, VhostStore
 
 _SLICE = 1024 * 1024
 _BROWSE_BATCH = 256
+_by_seq = attrgetter("seq")
 
 
 class Queue:
@@ -30,13 +42,18 @@ class Queue:
         self._stored = stored
         self._backing = stored.backing
         self._limits = Limits(stored.name, arguments)
+        self._lock = store.lock
+        self._committer = store.committer
+        self._seqs = stored.seqs
+        self._embed_below = store.settings.embed_below
+        self._has_ttl = arguments.message_ttl_ms is not None
         self._limited = self._limits.has_length_limit
         self._max_priority = arguments.max_priority or 0
         self._persistent_flag = PERSISTENT if stored.durable and store.durability != "memory" else 0
         self._expiring = len(stored.backing) > 0  # a message with an expiry may be here
         self._arrived = threading.Condition(store.lock)
         self._waiting = 0
-        self._listeners: list[Any] = []  # called, under the lock, when messages arrive
+        self._listeners: list[Callable[[], None]] = []  # called, under the lock, when messages arrive or the queue goes
         self._deleted = False
 
     @property
@@ -59,15 +76,7 @@ class Queue:
 
         Other AMQP properties by name: content_type, correlation_id, reply_to, message_id, type, app_id, ...
         """
-        head = encode_head(
-            "",
-            self.name,
-            persistent=persistent,
-            headers=headers,
-            priority=priority,
-            expiration_ms=expiration_ms,
-            **properties,
-        )
+        head = self.head_for(persistent, headers, priority, expiration_ms, properties)
         return self._publish((body,), head, persistent, priority, expiration_ms)
 
     def publish_many(
@@ -81,61 +90,80 @@ class Queue:
         **properties: Any,
     ) -> range:
         """Put many messages with the same properties; the fast way. Returns their seq_ids, which are consecutive."""
+        if isinstance(bodies, (bytes, bytearray, memoryview, str)):
+            raise InvalidArgumentError(f"publish_many takes a list of bodies, not one body: {bodies!r:.60}")
         batch = bodies if isinstance(bodies, (list, tuple)) else list(bodies)
-        head = encode_head(
-            "",
-            self.name,
-            persistent=persistent,
-            headers=headers,
-            priority=priority,
-            expiration_ms=expiration_ms,
-            **properties,
-        )
+        head = self.head_for(persistent, headers, priority, expiration_ms, properties)
         if not batch:
             return range(0)
         first = self._publish(batch, head, persistent, priority, expiration_ms)
         return range(first, first + len(batch))
 
+    def head_for(
+        self,
+        persistent: bool,
+        headers: dict[str, Any] | None,
+        priority: int | None,
+        expiration_ms: int | None,
+        properties: dict[str, Any],
+    ) -> bytes:
+        """The stored head of a message to this queue. Raises InvalidArgumentError for what AMQP cannot carry."""
+        try:
+            return encode_head(
+                "",
+                self.name,
+                persistent=persistent,
+                headers=headers,
+                priority=priority,
+                expiration_ms=expiration_ms,
+                **properties,
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(str(error)) from None
+
     def _publish(
         self, bodies: Sequence[bytes], head: bytes, persistent: bool, priority: int | None, expiration_ms: int | None
     ) -> int:
-        store = self._store
-        count = len(bodies)
         now = time.time_ns() // 1000
-        expiry = self._limits.expiry(now, expiration_ms)
-        flags = self._persistent_flag if persistent else 0
-        entries, largest = make_entries(bodies, head, 0, flags, now, expiry)
-        if largest > store.settings.embed_below:
-            self._store_large(entries, largest)
-        with store.lock:
-            while not (store.committer.failed is None and not store.committer.full and self._stored.seqs.available(count)):
+        expiry = self._limits.expiry(now, expiration_ms) if self._has_ttl or expiration_ms is not None else 0
+        try:
+            entries, largest = make_entries(bodies, head, 0, self._persistent_flag if persistent else 0, now, expiry)
+        except TypeError as error:
+            raise InvalidArgumentError(str(error)) from None
+        if largest > self._embed_below:
+            first = self._publish_large(entries, largest, expiry, priority)
+        else:
+            first = self._enqueue(entries, expiry, priority)
+        self._store.wake()
+        return first
+
+    def _enqueue(self, entries: list[Entry], expiry: int, priority: int | None) -> int:
+        count = len(entries)
+        level = min(priority, self._max_priority) if priority else 0
+        seqs = self._seqs
+        with self._lock:
+            while self._committer.failed is not None or self._committer.full or not seqs.available(count):
                 self._wait_for_seq_ids(count)
-            self._check()
+            if self._deleted:
+                self._check()
             if self._limited:
-                self._limits.check_room(self._backing, count, sum(entry.size for entry in entries))
-            first = self._stored.seqs.take(count)
-            self.number(entries, first, priority)
+                self._make_room(count, entries)
+            first = seqs.take(count)
+            number_entries(entries, first, level)
             self._backing.publish(entries)
             if expiry:
                 self._expiring = True
             if self._limited:
                 self._limits.drop_head(self._backing)
-            if self._waiting:
-                self._arrived.notify(count)
-            for listener in self._listeners:
-                listener()
-        store.wake()
+            if self._waiting or self._listeners:
+                self._announce(count)
         return first
 
-    def number(self, entries: list[Entry], first: int, priority: int | None) -> None:
-        """Give entries their seq_ids and their priority level."""
-        if first or len(entries) > 1:
-            for seq, entry in enumerate(entries, first):
-                entry.seq = seq
-        if priority and self._max_priority:
-            level = min(priority, self._max_priority)
-            for entry in entries:
-                entry.level = level
+    def _make_room(self, count: int, entries: list[Entry]) -> None:
+        """Raises QueueFullError. What expired at the head takes no room."""
+        if self._expiring:
+            self._limits.drop_expired(self._backing, time.time_ns() // 1000)
+        self._limits.check_room(self._backing, count, sum(entry.size for entry in entries))
 
     def entry_for(
         self, body: bytes, head: bytes, persistent: bool, priority: int | None, expiration_ms: int | None
@@ -143,22 +171,55 @@ class Queue:
         """An entry without a seq_id yet, for a transaction."""
         now = time.time_ns() // 1000
         expiry = self._limits.expiry(now, expiration_ms)
-        entry = Entry(0, head, body, self._persistent_flag if persistent else 0, now, expiry)
+        try:
+            [entry], size = make_entries((body,), head, 0, self._persistent_flag if persistent else 0, now, expiry)
+        except TypeError as error:
+            raise InvalidArgumentError(str(error)) from None
+        self._store.check_size(size)
         entry.level = min(priority or 0, self._max_priority)
-        self._expiring = self._expiring or expiry > 0
         return entry
 
-    def announce(self) -> None:
+    def check_room(self, entries: list[Entry]) -> None:
+        """Raises QueueFullError where `entries` are too many for the queue's limits. Requires: the lock."""
+        self._check()
+        if self._limited:
+            self._make_room(len(entries), entries)
+
+    def announce(self, entries: list[Entry]) -> None:
         """Messages arrived by another way than `publish`: a transaction."""
         with self._store.lock:
+            self._expiring = self._expiring or any(entry.expiry for entry in entries)
             if self._limited:
                 self._limits.drop_head(self._backing)
-            self._arrived.notify_all()
-            for listener in self._listeners:
-                listener()
+            self._announce(len(entries))
+
+    def _announce(self, count: int) -> None:
+        """Wake those who wait for messages. Requires: the lock."""
+        if self._waiting:
+            self._arrived.notify(count)
+        for listener in self._listeners:
+            listener()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called, under the engine's lock and by any thread, when messages may have arrived and when
+        the queue is gone. It must be quick, and must not call the queue."""
+        with self._store.lock:
+            self._listeners = [*self._listeners, listener]
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        with self._store.lock:
+            self._listeners = [other for other in self._listeners if other != listener]
+
+    def may_wait(self, size: int, count: int = 1) -> bool:
+        """Would a publish or ack of so many bytes perhaps wait for the disk? For callers that must not."""
+        store = self._store
+        return (
+            len(store.journal.buffer) + size > store.settings.commit_bytes
+            or self._stored.seqs.next + count > self._stored.seqs.reserved
+        )
 
     def _wait_for_seq_ids(self, count: int) -> None:
-        """The reservation is not synced yet: let the journal sync it. Requires: the lock, once; it is let go meanwhile."""
+        """The reservation is not synced yet: have it synced. Requires: the lock, once; it is let go meanwhile."""
         store = self._store
         store.committer.check_publish()
         store.lock.release()
@@ -167,31 +228,59 @@ class Queue:
         finally:
             store.lock.acquire()
 
-    def _store_large(self, entries: list[Entry], largest: int) -> None:
-        """Check sizes; bodies over 1 MiB go to files of their own, in slices, without the lock."""
+    def _publish_large(self, entries: list[Entry], largest: int, expiry: int, priority: int | None) -> int:
+        """Bodies over 1 MiB go to files of their own, in slices, without the lock: nobody's commit waits for them."""
+        limit = self._store.settings.large_body_bytes
+        self._store.check_size(largest)
+        if largest <= limit:
+            return self._enqueue(entries, expiry, priority)
+        written: list[bytes] = []
+        try:
+            for entry in entries:
+                if entry.size > limit and entry.flags & PERSISTENT:
+                    written.append(self._write_large(entry))
+        except BaseException:
+            self._forget_large(written)
+            raise
+        try:
+            return self._enqueue(entries, expiry, priority)
+        except WarrenError:  # the queue is full, or was deleted meanwhile
+            self._forget_large(written)
+            raise
+
+    def _write_large(self, entry: Entry) -> bytes:
         store = self._store
-        store.check_size(largest)
-        limit = store.settings.large_body_bytes
-        for entry in entries:
-            if entry.size <= limit or not entry.flags & PERSISTENT:
-                continue
-            with store.lock:
-                store.committer.check_publish()
-                msg_id = store.store.next_id()
-                large = store.store.begin_large(msg_id, entry.size)
-            try:
-                for part in join_payload(entry.head, entry.body):
-                    view = memoryview(part)
-                    for at in range(0, len(view), _SLICE):
-                        large.append(bytes(view[at : at + _SLICE]))
-                large.finish(sync=store.durability == "fsync")
-            except BaseException:
-                large.abort()
-                raise
-            with store.lock:
-                store.store.adopt(large, 1)
-            entry.msg_id = msg_id
-            entry.flags |= IN_STORE
+        with store.lock:
+            self._check()
+            store.committer.check_publish()
+            msg_id: bytes = store.store.next_id()
+            large = store.store.begin_large(msg_id, entry.size)
+        try:
+            for part in join_payload(entry.head, entry.body):
+                view = memoryview(part)
+                for at in range(0, len(view), _SLICE):
+                    large.append(view[at : at + _SLICE])
+            large.finish(sync=store.durability == "fsync")
+        except BaseException as error:
+            large.abort()
+            if isinstance(error, OSError):
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                kind = DiskFullError if full else StoreFailedError
+                raise kind(
+                    f"a body of {entry.size} bytes could not be written, it is not published: {error}"
+                ) from error
+            raise
+        with store.lock:
+            store.store.adopt(large, 1)
+        entry.msg_id = msg_id
+        entry.flags |= IN_STORE
+        return msg_id
+
+    def _forget_large(self, msg_ids: list[bytes]) -> None:
+        """Nothing came to refer to them."""
+        with self._store.lock:
+            if msg_ids and self._store.committer.failed is None:
+                self._store.store.remove_many(msg_ids)
 
     # -- consuming ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +292,7 @@ class Queue:
     def get_many(self, count: int, timeout: float | None = 0) -> list[Message]:
         """Up to `count` messages from the head. Waits for the first one as `get` does, never for the rest."""
         if count < 1:
-            raise ValueError(f"count is {count}; ask for at least 1 message")
+            raise InvalidArgumentError(f"count is {count}; ask for at least 1 message")
         with self._store.lock:
             self._check()
             messages = self._fetch(count)
@@ -268,20 +357,26 @@ class Queue:
                     self._backing.ack(spent)
                     gone = set(spent)
                     seqs = [seq for seq in seqs if seq not in gone]
+                self._detach(messages)
                 self._backing.requeue(seqs)
                 if self._limited:
                     self._limits.drop_head(self._backing)
-                if self._waiting:
-                    self._arrived.notify(len(seqs))
+                self._announce(len(seqs))
             else:
                 self._backing.ack(seqs)
         self._store.wake()
+
+    @staticmethod
+    def _detach(messages: Sequence[Message]) -> None:
+        """The entries are the queue's again, which may page them out: who holds a message keeps what it showed."""
+        for message in messages:
+            message.entry = _copy(message.entry)
 
     def _settle(self, messages: Sequence[Message]) -> list[int]:
         seqs, stranger = settle(messages if isinstance(messages, list) else list(messages), self)
         if stranger is not None:
             if not isinstance(stranger, Delivery):
-                raise TypeError(f"a Message is needed, not {type(stranger).__name__}: {stranger!r:.60}")
+                raise InvalidArgumentError(f"a Message is needed, not {type(stranger).__name__}: {stranger!r:.60}")
             why = "was settled before" if stranger.queue is self else "is of another queue"
             raise MessageStateError(f"{stranger!r} {why}; nothing was settled by this call")
         return seqs
@@ -299,31 +394,45 @@ class Queue:
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def browse(self, start_seq: int = 0, limit: int | None = None, *, unacked: bool = False) -> Iterator[Message]:
-        """Ready messages from a seq_id on, in order; nothing is touched, and they cannot be acked. With `unacked` also
-        those that were handed out."""
+        """Ready messages from a seq_id on, in the order of seq_ids; nothing is touched, and they cannot be acked. With
+        `unacked` also those that were handed out."""
+        for batch in self.browse_batches(start_seq, limit, unacked=unacked):
+            yield from batch
+
+    def browse_batches(
+        self, start_seq: int = 0, limit: int | None = None, *, unacked: bool = False
+    ) -> Iterator[list[Message]]:
+        """As `browse`, in the pieces that are read at once."""
         left = limit if limit is not None else 1 << 62
         cursor = start_seq
         while left > 0:
-            batch = self._browse_batch(cursor, min(left, _BROWSE_BATCH), unacked)
-            for message in batch:
-                yield message
-            if len(batch) < min(left, _BROWSE_BATCH):
+            wanted = min(left, _BROWSE_BATCH)
+            batch = self._browse_batch(cursor, wanted, unacked)
+            if batch:
+                yield batch
+            if len(batch) < wanted:
                 return
-            left -= len(batch)
+            left -= wanted
             cursor = batch[-1].entry.seq + 1
 
     def _browse_batch(self, start: int, limit: int, unacked: bool) -> list[Message]:
+        now = time.time_ns() // 1000
         found: list[Entry] = []
 
         def visit(entry: Entry, pending: bool, count: int) -> tuple[bool, int]:
-            if unacked or not pending:
-                found.append(entry)
-            return len(found) < limit, count
+            if (unacked or not pending) and not 0 < entry.expiry <= now:
+                found.append(_copy(entry))  # the queue may page the original out
+                count += 1
+            return count < limit, count
 
         with self._store.lock:
             self._check()
             backing = self._backing
-            backing.fold(visit, 0, start)
+            # A priority queue visits level by level: the first `limit` of each hold the first `limit` of all.
+            for level in backing.levels if isinstance(backing, PriorityQueue) else (backing,):
+                level.fold(visit, 0, start)
+            found.sort(key=_by_seq)
+            del found[limit:]
             messages = deliveries(Message, found, self, backing.redelivered_below, backing.returned, backing.counts)
         for message in messages:
             message.settled = True
@@ -332,6 +441,7 @@ class Queue:
     def __len__(self) -> int:
         """Ready messages."""
         with self._store.lock:
+            self._check()
             return len(self._backing)
 
     def __bool__(self) -> bool:
@@ -362,8 +472,14 @@ class Queue:
 
     def delete(self) -> int:
         """Delete the queue with everything in it; how many messages were ready."""
-        self._check()
-        count = self._store.delete(self.name)
+        with self._store.lock:
+            self._check()
+            self._deleted = True  # from now on nobody publishes to what is being taken apart
+        try:
+            count = self._store.delete(self.name)
+        except BaseException:
+            self._deleted = False
+            raise
         self.gone()
         return count
 
@@ -379,7 +495,23 @@ class Queue:
         if self._store.committer.failed is not None:
             self._store.committer.check()
         if self._deleted:
-            raise QueueNotFoundError(f"queue {self.name!r} was deleted")
+            raise QueueNotFoundError(f"queue {self.name!r} was deleted; Store.queue makes it anew")
 
     def __repr__(self) -> str:
         return f"<Queue {self.name!r}>"
+
+
+def _copy(entry: Entry) -> Entry:
+    copy = Entry(
+        entry.seq,
+        entry.head,
+        entry.body,
+        entry.flags,
+        entry.published_at,
+        entry.expiry,
+        entry.msg_id,
+        entry.size,
+        entry.offset,
+    )
+    copy.level = entry.level
+    return copy

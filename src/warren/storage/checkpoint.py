@@ -88,7 +88,7 @@ _Slots = list[tuple[QueueIndex, Segment, list[tuple[int, bytes]]]]  # runs that 
 
 
 class Checkpoint:
-    """One run over all sealed files. `run` returns whether there was anything to do."""
+    """One run over the oldest sealed file: so its memory is bounded by a file. `run` returns whether there was one."""
 
     def __init__(self, owner: Owner, disk: Disk, root: str, journal: Journal, settings: EngineSettings) -> None:
         self._owner = owner
@@ -101,8 +101,8 @@ class Checkpoint:
 
     def run(self, carry_below: int | None = None) -> bool:
         with self._owner.lock:
-            upto = self._journal.sealed
-            if upto < self._journal.floor:
+            upto = self._journal.floor
+            if self._journal.sealed < upto:
                 return False
         limit = self._settings.carry_below if carry_below is None else carry_below
         try:

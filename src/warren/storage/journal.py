@@ -60,12 +60,23 @@ class Journal:
     """Requires: the engine's lock for everything except `JournalCommit.run`, `read_sealed` and `move_floor`."""
 
     def __init__(
-        self, disk: Disk, directory: str, *, sync: bool, file_limit: int, first_file: int, first_lsn: int, floor: int
+        self,
+        disk: Disk,
+        directory: str,
+        *,
+        sync: bool,
+        file_limit: int,
+        record_limit: int = 1 << 62,
+        first_file: int,
+        first_lsn: int,
+        floor: int,
     ) -> None:
         self._disk = disk
         self.directory = self._directory = directory
         self._sync = sync
         self._file_limit = file_limit
+        self._record_limit = record_limit
+        self._file_records = 0
         self._file: DiskFile | None = None  # open for appending
         self._file_number = -1
         self._readers: dict[int, DiskFile] = {}
@@ -106,11 +117,13 @@ class Journal:
         lsn = self.next_lsn
         block.finish(lsn)
         end = block.base + len(block)
-        last = end >= self._file_limit
+        self._file_records += block.count
+        last = end >= self._file_limit or self._file_records >= self._record_limit
         self.next_lsn = lsn + 1
         self._in_flight = block
         self.buffer = self._spare
         if last:
+            self._file_records = 0
             self.buffer.reset(block.file + 1, HEADER_BYTES)
         else:
             self.buffer.reset(block.file, end)
@@ -122,6 +135,7 @@ class Journal:
         assert not self.dirty
         if self.buffer.base > HEADER_BYTES:
             self.sealed = self.buffer.file
+            self._file_records = 0
             self.buffer.reset(self.buffer.file + 1, HEADER_BYTES)
 
     def _write(self, block: RecordBuffer) -> None:

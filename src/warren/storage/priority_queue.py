@@ -186,7 +186,10 @@ class PriorityQueue:
     def checkout(self, limit: int, most_bytes: int) -> dict[int, list[int]]:
         ranges: dict[int, list[int]] = {}
         for level in self._down:
-            if limit > 0 and most_bytes > 0 and not level.is_empty():
+            head = level.peek()
+            if head is not None and limit > 0:
+                if ranges and head.size > most_bytes:
+                    break
                 before = level.ready_bytes()
                 taken = level.checkout(limit, most_bytes)
                 ranges.update(taken)

@@ -25,6 +25,7 @@ from warren.kernel.segment_codec import (
     encode_bodies,
     encode_slots,
     fill_bodies,
+    live_bytes,
     read_slots,
 )
 from warren.storage.disk import Disk, DiskFile
@@ -244,16 +245,17 @@ class QueueIndex:
         wanted = {entry.seq: entry for entry in entries}
         first, last = min(wanted), max(wanted)
         if last - first < 4 * len(wanted):
-            found, damaged = self.read(first, last + 1, last - first + 1)
+            found, _ = self.read(first, last + 1, last - first + 1)
         else:
-            found, damaged = self.load([number for seq in sorted(wanted) for number in (seq, 1)])
+            found, _ = self.load([number for seq in sorted(wanted) for number in (seq, 1)])
         for copy in found:
             entry = wanted.get(copy.seq)
             if entry is not None:
                 entry.head, entry.body = copy.head, copy.body
                 entry.flags |= copy.flags & IN_QS
                 entry.offset = copy.offset
-        lost += [seq for seq in damaged if seq in wanted]
+        gone = [seq for seq, entry in wanted.items() if entry.body is None and not entry.flags & IN_QS]
+        lost += gone  # found damaged just now, or lost before
 
     def _from_journal(self, rows: bytes, lost: list[int]) -> list[Entry]:
         entries: list[Entry] = []
@@ -321,6 +323,20 @@ class QueueIndex:
             for i in range(0, len(runs), 2):
                 pairs += (base + runs[i], runs[i + 1])
         return pairs
+
+    def live_count(self) -> int:
+        """Messages that are on disk, in segments and in the journal."""
+        count = int(self.overlay.live_totals()[0])
+        return count + sum(segment.live_count for segment in self.segments.values())
+
+    def live_bytes(self) -> int:
+        """Payload bytes of what is alive in segments: reads all of their slots."""
+        total = 0
+        for number, segment in self.segments.items():
+            if segment.live_count:
+                file = self._handles.get(self.files.path(number, "qi"))
+                total += live_bytes(file.pread(self.segment_size * SLOT_BYTES, HEADER_BYTES), segment.live)
+        return total
 
     def close(self) -> None:
         for number in self.segments:

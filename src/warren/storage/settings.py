@@ -11,7 +11,8 @@ MIB = 1024 * KIB
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     segment_entries: int = 4096  # seq_ids in a segment
-    journal_file_bytes: int = 64 * MIB  # a journal file is sealed, and a checkpoint starts, at this size
+    journal_file_bytes: int = 32 * MIB  # a journal file is sealed, and a checkpoint starts, at this size
+    journal_file_records: int = 262_144  # or at this many records: it bounds the overlay's memory
     commit_bytes: int = 1 * MIB  # a publisher that finds more than this in the buffer commits it
     commit_interval: float = 0.025  # seconds until what nobody waits for is committed
     embed_below: int = 4096  # payloads of this size and more go to the message store
@@ -25,6 +26,7 @@ class EngineSettings:
     io_batch: int = 4096  # betas are pushed to delta in batches of at least this
     load_entries: int = 2048  # entries read from delta at once
     ram_target: int = 2048  # messages that a queue may keep whole in RAM
+    ram_slack: int = 256  # paging waits for this many more, so that single publishes page in batches
     ram_bytes: int = 256 * MIB  # cap of message bytes in RAM of a vhost; above half of it, queues page by rate
     reserve_ahead: int = 4096  # seq_ids reserved before they are needed
     reserve_bytes: int = 4 * MIB  # disk kept back so that acks have room when it is full

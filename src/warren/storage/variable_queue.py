@@ -39,6 +39,7 @@ from warren.kernel.entry import (
     Entry,
     drop_bodies,
     entry_ranges,
+    persistent_total,
     ram_total,
     record_pending,
     seq_ranges,
@@ -81,6 +82,7 @@ class VariableQueue:
         self.delta_transient = 0  # transient messages among them, at most
         self._len = 0
         self._bytes = 0  # payload of ready messages
+        self._bytes_in_doubt = False  # damage in delta took some of them; made up for when delta is read
         self._ram_count = 0  # ready messages whose body is in RAM
         self._ram_bytes = 0  # their payload, and that of _ram_pending
         self._ram_pending: dict[int, Entry] = {}
@@ -93,6 +95,7 @@ class VariableQueue:
         self.counts: dict[int, int] = {}  # seq_id -> delivery count, where it is not 0
         self.returned = RangeSet()  # seq_ids that were handed out and came back
         self.redelivered_below = 0  # everything below was perhaps handed out before a crash
+        self._hidden = RangeSet()  # published by transactions that are not committed yet
         self._ack_is_synced = False  # an ack under way has its record in the journal already
         self._confirmed: list[int] = []
         self._unconfirmed = 0
@@ -110,14 +113,13 @@ class VariableQueue:
         self.returned = RangeSet(recovered["returned"])
         self.counts = recovered["counts"]
         self._stored = recovered["stored"]
-        self._leased = RangeSet(recovered["leased"])
+        for pairs in self._chunks(recovered["leased"]):
+            leased, _ = self.index.load(pairs)
+            self._leased.add_pairs(entry_ranges(leased))
+            self._disk_pending_bytes += total_size(leased)
         self._disk_pending = self._leased.copy()
-        self._bytes = recovered["bytes"]
-        self._len = recovered["count"]
-        if self._leased:
-            share = self._bytes * len(self._leased) // max(1, self._len + len(self._leased))
-            self._disk_pending_bytes = share
-            self._bytes -= share
+        self._bytes = recovered["bytes"] - self._disk_pending_bytes
+        self._len = self.index.live_count() - len(self._leased)
         if self._len:
             self.delta_start = recovered["low"]
             self.delta_end = self.seqs.next
@@ -126,6 +128,7 @@ class VariableQueue:
         self._check()
 
     def terminate(self) -> dict[str, Any]:
+        total = self._drop_transient()
         pending = RangeSet(self.returned.pairs())
         pending.add_pairs(seq_ranges(sorted(self._ram_pending)))
         pending.add_pairs(self._disk_pending.pairs())
@@ -135,15 +138,32 @@ class VariableQueue:
             "returned": pending.pairs(),
             "counts": self.counts,
             "stored": self._stored,
+            "bytes": total,
         }
+
+    def _drop_transient(self) -> int:
+        """Transient messages end here; the payload bytes of what stays."""
+        held = [*self.q1, *self.q2, *self.q3, *self.q4]
+        in_delta = self._bytes - total_size(held)
+        held += self._ram_pending.values()
+        is_exact = not self.delta_transient and not self._disk_pending
+        self._forget_transient([entry for entry in held if not entry.flags & PERSISTENT])
+        self._forget_transient_on_disk()
+        return int(persistent_total(held)[1]) + in_delta if is_exact else self.index.live_bytes()
+
+    def _forget_transient_on_disk(self) -> None:
+        """Those in delta and those that wait for an ack."""
+        if self.delta_transient:
+            self._purge_transient_delta(self._disk_pending)
+        for pairs in self._chunks(self._disk_transient.pairs()):
+            self._forget_transient(self.index.load(pairs)[0])
+        self._disk_transient.clear()
 
     def delete_and_terminate(self) -> None:
         """Also drops references to stored bodies, at once: the caller has committed the delete to the metadata."""
-        stored = self._context.transient_store
-        for queue in (self.q1, self.q2, self.q3, self.q4, self._ram_pending.values()):
-            for entry in queue:
-                if entry.flags & IN_STORE and not entry.flags & PERSISTENT:
-                    stored.remove(entry.msg_id)
+        held = (*self.q1, *self.q2, *self.q3, *self.q4, *self._ram_pending.values())
+        self._forget_transient([entry for entry in held if not entry.flags & PERSISTENT])
+        self._forget_transient_on_disk()
         self._context.persistent_store.remove_many(self._stored_ids([0, self.seqs.next]))
         self._context.monitor.forget(id(self), self._ram_bytes)
         self._ram_bytes = 0
@@ -202,10 +222,13 @@ class VariableQueue:
         if persistent:
             self._store_large(persistent)
             self._journal.buffer.append_publishes(self.index.sid, persistent, self.index.overlay, state)
+            self._hidden.add_pairs(entry_ranges(persistent))
 
     def reveal(self, entries: list[Entry]) -> None:
         """A transaction is committed: its messages become visible."""
-        self.index.overlay.reveal(entry_ranges(e for e in entries if e.flags & PERSISTENT))
+        pairs = entry_ranges(e for e in entries if e.flags & PERSISTENT)
+        self.index.overlay.reveal(pairs)
+        self._hidden.remove_pairs(pairs)
         self.accept(entries)
 
     def note_stored(self, entries: list[Entry]) -> None:
@@ -319,7 +342,7 @@ class VariableQueue:
             entries, lost = self.index.read(self.delta_start, stop, limit)
             self.delta_start = entries[-1].seq + 1 if len(entries) >= limit else stop
             if lost:
-                self._lose(lost)
+                self._lose([seq for seq in lost if seq not in self._ram_pending and seq not in self._disk_pending])
             if self._ram_pending or self._disk_pending:
                 pending, leased = self._ram_pending, self._disk_pending
                 entries = [e for e in entries if e.seq not in pending and e.seq not in leased]
@@ -327,6 +350,7 @@ class VariableQueue:
             if self.delta_count and self.delta_start >= self.delta_end:
                 self._len -= self.delta_count  # damage took them; it was reported
                 self.delta_count = 0
+                self._bytes_in_doubt = True
             if entries:
                 held, held_bytes = ram_total(entries)
                 self._ram_count += held
@@ -336,6 +360,9 @@ class VariableQueue:
             self.delta_transient = 0
             self.q3.extend(self.q2)
             self.q2.clear()
+            if self._bytes_in_doubt:
+                self._bytes = total_size(self.q3) + total_size(self.q1)
+                self._bytes_in_doubt = False
 
     def _fill(self, entries: list[Entry]) -> list[Entry]:
         """Give all of `entries` their bodies, and read ahead in q3; those that are damaged are left out. The RAM counts
@@ -360,7 +387,7 @@ class VariableQueue:
                 self.q3.remove(entry)
                 self._len -= 1
                 self._bytes -= entry.size
-        if not self.q3:
+        if not self.q3 and not self.q4:
             self._refill()
         return [entry for entry in entries if entry.seq not in gone]
 
@@ -384,9 +411,10 @@ class VariableQueue:
         return lost
 
     def _lose(self, seqs: list[int]) -> None:
-        """Entries of delta turned out to be damaged: they are not counted any more."""
+        """Entries of delta turned out to be damaged: they are not counted any more. Their sizes are not known."""
         self._len -= len(seqs)
         self.delta_count -= len(seqs)
+        self._bytes_in_doubt = True
 
     def _forget(self, entries: list[Entry]) -> None:
         """Messages leave for good: journal the acks of the persistent ones, drop the bodies of the others."""
@@ -514,7 +542,8 @@ class VariableQueue:
             self._rates.acked += len(missing)
             known = {entry.seq for entry in found}
             known.update(missing)
-            return [seq for seq in seqs if seq in known]
+            seqs = [seq for seq in seqs if seq in known]
+        self._check()
         return seqs
 
     def _ack_on_disk(self, seqs: list[int]) -> None:
@@ -637,9 +666,9 @@ class VariableQueue:
 
     def _merge(self, name: str, entries: list[Entry]) -> None:
         queue: deque[Entry] = getattr(self, name)
-        if not queue or entries[0].seq > queue[-1].seq:
+        if not queue or not entries or entries[0].seq > queue[-1].seq:
             queue.extend(entries)
-        elif entries and entries[-1].seq < queue[0].seq:
+        elif entries[-1].seq < queue[0].seq:
             queue.extendleft(reversed(entries))
         else:
             setattr(self, name, deque(heapq.merge(queue, entries, key=_by_seq)))
@@ -712,6 +741,7 @@ class VariableQueue:
         transient = [e for q in (self.q1, self.q2, self.q3, self.q4) for e in q if not e.flags & PERSISTENT]
         kept = RangeSet(self._disk_pending.pairs())
         kept.add_pairs(seq_ranges(sorted(self._ram_pending)))
+        kept.add_pairs(self._hidden.pairs())
         if self.delta_count and self.delta_transient:
             self._purge_transient_delta(kept)
         self._forget_transient(transient)
@@ -806,6 +836,7 @@ class VariableQueue:
         self._disk_pending.remove_pairs(leased.pairs())
         self._disk_pending_bytes -= self._disk_pending_bytes * len(leased) // before
         self._ack_on_disk(list(leased))
+        self._check()
         return len(leased)
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -818,7 +849,8 @@ class VariableQueue:
         """After every operation: rates, paging, invariants."""
         if self._rates.update(self._context.clock()):
             self._update_target()
-        self._reduce_memory()
+        if len(self.q1) + len(self.q4) + len(self._ram_pending) > self._target + self._settings.ram_slack:
+            self._reduce_memory()
         if self._context.debug:
             self._check()
 

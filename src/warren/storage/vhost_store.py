@@ -123,6 +123,8 @@ class VhostStore:
         self._progress = progress or (lambda what, done, total: None)
         self._checkpoint_lock = threading.Lock()  # taken before `lock`; held by checkpoint, delete, snapshot, close
         self._wake = threading.Event()
+        self._awake = False  # the thread was told that there is something to commit
+        self._commit_bytes = self.settings.commit_bytes
         self._closing = False
         self._thread: threading.Thread | None = None
         self._make_root(data_directory)
@@ -192,6 +194,7 @@ class VhostStore:
             journal_directory,
             sync=self.durability == "fsync",
             file_limit=settings.journal_file_bytes,
+            record_limit=settings.journal_file_records,
             first_file=first_file,
             first_lsn=first_lsn,
             floor=floor,
@@ -493,9 +496,10 @@ class VhostStore:
 
     def wake(self) -> None:
         """Something is in the buffer: see that it is committed. Commits at once when there is much."""
-        if len(self.journal.buffer) > self.settings.commit_bytes:
+        if len(self.journal.buffer) > self._commit_bytes:
             self.committer.sync()
-        elif not self._wake.is_set():
+        elif not self._awake:
+            self._awake = True
             self._wake.set()
 
     def fan_out(
@@ -673,8 +677,12 @@ class VhostStore:
     def _checkpoint(self, seal: bool, carry_below: int | None = None) -> bool:
         if seal:
             self._roll()
-        run = Checkpoint(self, self.disk, self.root, self.journal, self.settings)
-        return run.run(carry_below)
+        done = False
+        upto = self.journal.sealed
+        while self.journal.floor <= upto:
+            run = Checkpoint(self, self.disk, self.root, self.journal, self.settings)
+            done = run.run(carry_below) or done
+        return done
 
     def _roll(self) -> None:
         """Seal the current journal file, with everything that is appended now in it."""
@@ -728,6 +736,7 @@ class VhostStore:
                 return
             time.sleep(interval)
             self._wake.clear()
+            self._awake = False
             try:
                 self.tick()
             except Exception as error:
@@ -810,9 +819,7 @@ class VhostStore:
                 if state:
                     segments = pack_segments(index)
                     low = min((number * index.segment_size for number in index.segments), default=0)
-                    leased = sum(self._leased(index.sid)[1::2])
-                    live = sum(segment[1] for segment in segments)
-                    state.update(segments=segments, low=low, count=live - leased, bytes=level.total_bytes())
+                    state.update(segments=segments, low=low)
                     streams[str(number)] = state
             queues[str(queue.uid)] = {"next": queue.seqs.next, "streams": streams}
         # Above the newest file: the journal begins with a new one, and nothing below it is needed.

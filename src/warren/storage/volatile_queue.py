@@ -44,7 +44,8 @@ class VolatileQueue:
         pass
 
     def terminate(self) -> dict[str, Any]:
-        return {}
+        """The terms of a queue that begins empty."""
+        return {"redelivered_below": 0, "returned": [], "counts": {}, "stored": 0, "bytes": 0}
 
     def delete_and_terminate(self) -> None:
         self._context.monitor.ram_bytes -= self._bytes + self._pending_bytes

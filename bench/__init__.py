@@ -1,0 +1,1 @@
+"""Measurements: `make bench`, or `python -m bench --rows batch,single --repeat 5`."""
