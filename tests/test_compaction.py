@@ -8,14 +8,16 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Unpack
 
 import pytest
 
 from tests.faulty_disk import FaultyDisk, PowerCut
+from warren.kernel.store_table import pack_records
 from warren.storage import compaction
 from warren.storage.disk import Disk
 from warren.storage.message_store import Commit, MessageDamaged, MessageMissing, MessageStore, StoreOptions
-from warren.storage.store_format import HEADER_BYTES, RECORD_OVERHEAD_BYTES
+from warren.storage.store_format import HEADER_BYTES, RECORD_OVERHEAD_BYTES, data_header
 from warren.storage.store_index import LmdbIndex, RefCounts, StoreIndex, TableIndex
 
 LIMIT = 4096
@@ -85,8 +87,21 @@ def compact(store: MessageStore) -> bool:
     return True
 
 
+def open_dirty(disk: Disk, path: str, refs: dict[bytes, int], **options: Unpack[StoreOptions]) -> MessageStore:
+    given: StoreOptions = {**SMALL, **options}
+    return MessageStore.open_dirty(
+        disk, path, index=TableIndex(), sync=True, refs=refs, quarantine=lambda *_: None, **given
+    )
+
+
 def data_names(path: str) -> list[str]:
     return [name for name in sorted(os.listdir(path)) if name.endswith((".rdq", ".rdh"))]
+
+
+def left(store: MessageStore) -> list[str]:
+    """The files when all that are doomed are gone."""
+    store.sweep()
+    return data_names(store.path)
 
 
 # ---- when ----
@@ -183,7 +198,7 @@ def test_there_is_one_compaction_at_a_time(store):
 # ---- what ----
 
 
-def test_a_merged_file_has_the_lower_number_and_a_new_generation(store, path):
+def test_a_merged_file_has_the_lower_number_and_a_new_generation(store):
     ids = fill(store, 4)
     keep(store, ids, 1, 3, 6, 9, 13)
     assert compact(store)
@@ -192,12 +207,12 @@ def test_a_merged_file_has_the_lower_number_and_a_new_generation(store, path):
         (1, 1, 2),
         (3, 0, 1),
     ]
-    assert data_names(path) == ["0.0.rdh", "0.0.rdq", "1.1.rdh", "1.1.rdq", "3.0.rdh", "3.0.rdq"]
+    assert left(store) == ["0.0.rdh", "0.0.rdq", "1.1.rdh", "1.1.rdq", "3.0.rdh", "3.0.rdq"]
     assert [store.read(ids[number]) for number in (1, 3, 6, 9, 13)] == [body(n) for n in (1, 3, 6, 9, 13)]
     assert store.garbage() == (3, 10 * RECORD, 5 * RECORD)
 
 
-def test_compaction_goes_on_until_less_than_the_fraction_is_garbage(store, path):
+def test_compaction_goes_on_until_less_than_the_fraction_is_garbage(store):
     ids = fill(store, 20)
     kept = list(range(0, 80, 8))
     keep(store, ids, *kept)
@@ -208,7 +223,7 @@ def test_compaction_goes_on_until_less_than_the_fraction_is_garbage(store, path)
     assert store.garbage().garbage_fraction <= 0.5
     assert [store.read(ids[number]) for number in kept] == [body(number) for number in kept]
     store.remove_many([ids[number] for number in kept])
-    assert data_names(path) == []
+    assert left(store) == []
     assert store.garbage() == (0, 0, 0)
 
 
@@ -227,7 +242,7 @@ def test_references_stay_with_a_message_that_moves(store):
     assert store.read(ids[4]) == body(4)
 
 
-def test_what_is_removed_while_the_job_runs_is_garbage_of_the_new_file(store, path):
+def test_what_is_removed_while_the_job_runs_is_garbage_of_the_new_file(store):
     ids = fill(store, 3)
     keep(store, ids, 0, 4, 5, 8)
     job = compaction.plan(store)
@@ -235,23 +250,23 @@ def test_what_is_removed_while_the_job_runs_is_garbage_of_the_new_file(store, pa
     store.remove(ids[4])
     assert job.run()
     store.remove(ids[0])
-    assert data_names(path)[:4] == ["0.0.rdh", "0.0.rdq", "0.1.rdh", "0.1.rdq"]
+    assert left(store)[:4] == ["0.0.rdh", "0.0.rdq", "0.1.rdh", "0.1.rdq"]
     job.commit()
-    assert data_names(path) == ["0.1.rdh", "0.1.rdq", "2.0.rdh", "2.0.rdq"]
+    assert left(store) == ["0.1.rdh", "0.1.rdq", "2.0.rdh", "2.0.rdq"]
     assert store.garbage() == (2, 7 * RECORD, 2 * RECORD)
     assert store.read(ids[5]) == body(5)
     with pytest.raises(MessageMissing):
         store.read(ids[0])
 
 
-def test_when_everything_is_removed_while_the_job_runs_no_file_is_left(store, path):
+def test_when_everything_is_removed_while_the_job_runs_no_file_is_left(store):
     ids = fill(store, 3)
     keep(store, ids, 0, 4, 8)
     job = compaction.plan(store)
     job.run()
     store.remove_many(ids)
     job.commit()
-    assert data_names(path) == []
+    assert left(store) == []
     assert store.garbage() == (0, 0, 0)
 
 
@@ -263,11 +278,11 @@ def test_old_files_stay_until_their_last_reader_lets_them_go(store, path):
     store.pin(first)
     job.run()
     job.commit()
-    assert data_names(path) == ["0.0.rdh", "0.0.rdq", "0.1.rdh", "0.1.rdq", "2.0.rdh", "2.0.rdq"]
+    assert left(store) == ["0.0.rdh", "0.0.rdq", "0.1.rdh", "0.1.rdq", "2.0.rdh", "2.0.rdq"]
     assert not os.path.exists(second.path)
     assert store.read(ids[0]) == body(0)
     store.unpin(first)
-    assert data_names(path) == ["0.1.rdh", "0.1.rdq", "2.0.rdh", "2.0.rdq"]
+    assert left(store) == ["0.1.rdh", "0.1.rdq", "2.0.rdh", "2.0.rdq"]
 
 
 def test_an_aborted_job_leaves_everything_as_it_was(store, path):
@@ -328,6 +343,72 @@ def test_a_compacted_store_stops_and_starts_cleanly(path, new_index):
     store = MessageStore.open_clean(Disk(), path, index=new_index(), sync=True, terms=terms, **SMALL)
     assert store.garbage() == totals
     assert [store.read(ids[number]) for number in (0, 5, 9, 13)] == [body(n) for n in (0, 5, 9, 13)]
+    store.close()
+
+
+def test_commits_compactions_and_work_in_three_threads_do_not_disturb_each_other(path, scale):
+    store = MessageStore(Disk(), path, index=TableIndex(), sync=False, file_size_limit=50_000, cache_bytes=0)
+    lock = threading.RLock()
+    finished = threading.Event()
+    failures: list[BaseException] = []
+    compactions = 0
+
+    def repeat(work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                while not finished.is_set():
+                    work()
+            except BaseException as error:
+                failures.append(error)
+
+        return run
+
+    def commits() -> None:
+        with lock:
+            under_way = store.begin_commit()
+        if under_way is not None:
+            under_way.run()
+            with lock:
+                under_way.done()
+
+    def compacts() -> None:
+        nonlocal compactions
+        with lock:
+            job = compaction.plan(store)
+        if job is not None:
+            assert job.run(sync=False)
+            with lock:
+                job.commit()
+            store.sweep()
+            compactions += 1
+
+    threads = [threading.Thread(target=repeat(work)) for work in (commits, compacts)]
+    for thread in threads:
+        thread.start()
+    chance = random.Random(1)
+    alive: dict[bytes, int] = {}
+    written = 0
+    while (written < scale.scale(20_000) or compactions < 10) and not failures:
+        with lock:
+            msg_id = store.next_id()
+            store.write(msg_id, body(written), 1)
+            alive[msg_id] = written
+            written += 1
+            chosen = chance.choice(list(alive)[-200:])
+            assert store.read(chosen) == body(alive[chosen])
+            if len(alive) > 200:
+                # Mostly old ones, but some stay: garbage with valid records between.
+                gone = list(alive)[chance.randrange(100)]
+                store.remove(gone)
+                del alive[gone]
+    finished.set()
+    for thread in threads:
+        thread.join()
+    commit(store)
+    assert failures == []
+    for msg_id, number in alive.items():
+        assert store.read(msg_id) == body(number)
+    assert store.garbage().valid_bytes == len(alive) * RECORD
     store.close()
 
 
@@ -396,19 +477,11 @@ def test_a_power_loss_at_any_call_of_a_compaction_loses_nothing(tmp_path, mode, 
         disk.crash_at(call, tear=chance.randrange(2000))
         with contextlib.suppress(PowerCut):
             while compact(store):
-                pass
+                store.sweep()
             completed = True
         after_disk = disk.crash(chance, mode)
         wanted = {ids[number]: number for number in kept}
-        after = MessageStore.open_dirty(
-            after_disk,
-            store.path,
-            index=TableIndex(),
-            sync=True,
-            refs=dict.fromkeys(wanted, 1),
-            quarantine=lambda *_: None,
-            **SMALL,
-        )
+        after = open_dirty(after_disk, store.path, dict.fromkeys(wanted, 1))
         assert after.missing == []
         assert {msg_id: after.read(msg_id) for msg_id in wanted} == {i: body(n) for i, n in wanted.items()}
         assert after.garbage().valid_bytes == len(kept) * RECORD
@@ -417,6 +490,34 @@ def test_a_power_loss_at_any_call_of_a_compaction_loses_nothing(tmp_path, mode, 
             pass
         assert {msg_id: after.read(msg_id) for msg_id in wanted} == {i: body(n) for i, n in wanted.items()}
     assert call > 10
+
+
+def test_old_files_go_only_when_the_name_of_the_new_one_is_safe(tmp_path):
+    disk = FaultyDisk(tmp_path / "disk")
+    store = MessageStore(disk, f"{disk.root}/store", index=TableIndex(), sync=True, **SMALL)
+    ids = fill(store, 3)
+    keep(store, ids, 0, 5, 8)
+    assert compact(store)
+    store.sweep()
+    for outcome in range(50):
+        after_disk = disk.clone().crash(random.Random(outcome), "random")
+        after = open_dirty(after_disk, store.path, {ids[0]: 1, ids[5]: 1, ids[8]: 1})
+        assert after.missing == []
+
+
+def test_a_generation_left_of_a_crash_is_not_written_over(path):
+    os.makedirs(path)
+    ids = [number.to_bytes(16, "big") for number in range(5)]
+    bodies = [body(0), body(1), body(2, 1_100_000), body(3), body(4)]
+    for name, number, generation, some in [("0.0", 0, 0, (0, 1)), ("0.1", 0, 1, (2,)), ("1.0", 1, 0, (3, 4))]:
+        records = pack_records([ids[n] for n in some], [bodies[n] for n in some])
+        (Path(path) / f"{name}.rdq").write_bytes(data_header(number, generation) + records)
+    store = open_dirty(Disk(), path, {ids[0]: 1, ids[2]: 1, ids[3]: 1}, garbage_fraction=0.0001)
+    commit(store)
+    assert compact(store)
+    assert [(file.number, file.generation) for file in store.data_files()] == [(0, 1), (0, 2)]
+    assert [store.read(ids[n]) for n in (0, 2, 3)] == [bodies[0], bodies[2], bodies[3]]
+    store.close()
 
 
 class Model:
@@ -513,6 +614,9 @@ class Model:
                 self.job.abort()
             self.job = None
 
+    def sweep(self) -> None:
+        self.store.sweep()
+
     def stop_and_start(self) -> None:
         self.end_commit()
         self.end_compaction()
@@ -575,6 +679,7 @@ class Model:
             (4, self.run_compaction),
             (4, self.end_compaction),
             (1, self.check),
+            (1, self.sweep),
             (0.3, self.stop_and_start),
             (0.5, self.crash),
         ]

@@ -78,6 +78,12 @@ def names(path: str) -> list[str]:
     return [name for name in sorted(os.listdir(path)) if name.endswith((".rdq", ".rdh", ".part"))]
 
 
+def left(store: MessageStore) -> list[str]:
+    """The files when all that are doomed are gone."""
+    store.sweep()
+    return names(store.path)
+
+
 class Quarantined(list[tuple[str, int, int, str]]):
     """A quarantine that only writes down what it is told."""
 
@@ -284,36 +290,58 @@ def test_removing_an_id_that_is_not_there_changes_nothing(store):
     assert store.garbage().valid_bytes == 0
 
 
-def test_a_sealed_file_without_valid_bytes_is_unlinked_and_the_current_one_is_not(store, path):
+def test_a_sealed_file_without_valid_bytes_is_unlinked_and_the_current_one_is_not(store):
     ids = fill(store, 6)
     store.remove_many(ids[4:])
-    assert "1.0.rdq" in names(path)
+    assert "1.0.rdq" in left(store)
     store.remove_many(ids[:3])
-    assert names(path) == ["0.0.rdh", "0.0.rdq", "1.0.rdq"]
+    assert left(store) == ["0.0.rdh", "0.0.rdq", "1.0.rdq"]
     store.remove(ids[3])
-    assert names(path) == ["1.0.rdq"]
+    assert left(store) == ["1.0.rdq"]
     assert store.garbage() == (1, 2 * (1000 + RECORD_OVERHEAD_BYTES), 0)
 
 
-def test_a_pinned_file_is_unlinked_when_it_is_let_go(store, path):
+def test_a_file_that_nobody_swept_is_unlinked_by_the_next_commit(store, path):
+    store.remove_many(fill(store, 4))
+    assert names(path) == ["0.0.rdh", "0.0.rdq"]
+    assert store.garbage() == (0, 0, 0)
+    commit(store)
+    assert names(path) == []
+    assert store.begin_commit() is None
+
+
+def test_a_file_that_cannot_be_unlinked_disturbs_nobody_and_goes_at_the_next_dirty_start(tmp_path):
+    disk = FaultyDisk(tmp_path / "disk")
+    store = MessageStore(disk, f"{disk.root}/store", index=TableIndex(), sync=True, **UNCACHED)
+    store.remove_many(fill(store, 4))
+    disk.fail_at(2, errno.EIO)
+    store.sweep()
+    assert disk.listdir(store.path) == ["0.0.rdq"]
+    with pytest.raises(TermsError):
+        MessageStore.open_clean(disk, store.path, index=TableIndex(), sync=True, terms=store.save_terms())
+    open_dirty(disk, store.path, {})
+    assert disk.listdir(store.path) == []
+
+
+def test_a_pinned_file_is_unlinked_when_it_is_let_go(store):
     ids = fill(store, 4)
     (file,) = store.data_files()
     store.pin(file)
     store.remove_many(ids)
-    assert names(path) == ["0.0.rdh", "0.0.rdq"]
+    assert left(store) == ["0.0.rdh", "0.0.rdq"]
     store.unpin(file)
-    assert names(path) == []
+    assert left(store) == []
     assert store.garbage() == (0, 0, 0)
 
 
-def test_a_file_whose_messages_all_go_while_its_commit_runs_is_unlinked_after_it(store, path):
+def test_a_file_whose_messages_all_go_while_its_commit_runs_is_unlinked_after_it(store):
     ids = [write(store, number) for number in range(4)]
     under_way = store.begin_commit()
     store.remove_many(ids)
     under_way.run()
-    assert names(path) == ["0.0.rdh", "0.0.rdq"]
+    assert left(store) == ["0.0.rdh", "0.0.rdq"]
     under_way.done()
-    assert names(path) == []
+    assert left(store) == []
 
 
 def test_a_hard_link_keeps_what_the_store_unlinks(store, path, tmp_path):
@@ -348,10 +376,10 @@ def test_a_large_body_is_written_in_slices_to_a_file_of_its_own(store, path):
     assert store.read(large.msg_id) == large_body
     assert store.read(small) == body(1)
     commit(store)
-    assert names(path) == ["0.0.rdh", "0.0.rdq", "1.0.rdq"]
+    assert left(store) == ["0.0.rdh", "0.0.rdq", "1.0.rdq"]
     assert (Path(path) / "0.0.rdq").read_bytes() == data_header(0, 0) + pack_records([large.msg_id], [large_body])
     store.remove(large.msg_id, 2)
-    assert names(path) == ["1.0.rdq"]
+    assert left(store) == ["1.0.rdq"]
 
 
 def test_a_large_body_with_a_wrong_length_is_refused(store, path):
@@ -568,9 +596,9 @@ def test_a_clean_stop_and_start_keeps_messages_references_and_totals(path, new_i
     terms = store.save_terms()
     totals = store.garbage()
     store.close()
-    before = names(path)
+    before = left(store)
     store = MessageStore.open_clean(Disk(), path, index=new_index(), sync=True, terms=terms, **UNCACHED)
-    assert names(path) == before
+    assert left(store) == before
     assert store.garbage() == totals
     for number in (5, 6, 7, 9):
         assert store.read(ids[number]) == body(number)
@@ -580,7 +608,7 @@ def test_a_clean_stop_and_start_keeps_messages_references_and_totals(path, new_i
     assert store.contains(ids[7])
     store.remove_many([ids[5], ids[6], ids[7], ids[9], flying])
     assert store.garbage() == (0, 0, 0)
-    assert names(path) == []
+    assert left(store) == []
     store.close()
 
 
@@ -664,6 +692,16 @@ def test_a_checkpoint_syncs_what_commits_without_sync_wrote(tmp_path):
     checkpoint.done()
     after = open_dirty(disk.crash(mode="none"), store.path, dict.fromkeys(ids, 1))
     assert after.missing == []
+
+
+def test_what_a_killed_process_left_unsynced_is_synced_by_the_first_commit_of_the_next(tmp_path):
+    disk = FaultyDisk(tmp_path / "disk")
+    store = MessageStore(disk, f"{disk.root}/store", index=TableIndex(), sync=False, **UNCACHED)
+    wanted = dict.fromkeys(fill(store, 6), 1)
+    disk = disk.crash(mode="process")
+    store = open_dirty(disk, store.path, wanted)
+    commit(store)
+    assert open_dirty(disk.crash(mode="none"), store.path, wanted).missing == []
 
 
 def test_after_seal_all_messages_are_in_files_that_do_not_change(store, path, tmp_path):

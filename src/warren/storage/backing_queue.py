@@ -34,9 +34,17 @@ class Checkout:
 
 
 class BackingQueue(Protocol):
-    counts: dict[int, int]  # seq_id -> delivery count, where it is not 0
-    returned: RangeSet  # seq_ids that were handed out and came back
-    redelivered_below: int  # everything below was perhaps handed out before a crash
+    @property
+    def counts(self) -> dict[int, int]:
+        """seq_id -> delivery count, where it is not 0."""
+
+    @property
+    def returned(self) -> RangeSet:
+        """seq_ids that were handed out and came back."""
+
+    @property
+    def redelivered_below(self) -> int:
+        """Everything below was perhaps handed out before a crash."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 

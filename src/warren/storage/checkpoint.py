@@ -1,15 +1,17 @@
 """The checkpoint: what is alive in sealed journal files moves to segments, so that the files can go.
 
-Order, and why a crash between any two steps is harmless: until step 5 the journal still has everything, and replay of
+Order, and why a crash between any two steps is harmless: until step 6 the journal still has everything, and replay of
 what already reached a segment is recognised by its slot.
 
     1  carry     a queue with little left in the sealed files has it repeated in the newest one; commit
     2  bodies    .qs appended, synced (and the directory, for new files)
     3  slots     .qi filled, ack batches appended to .qa, segments without a live slot unlinked; all synced
     4  switch    with the lock: overlay rows are gone, slots are alive; acks that came meanwhile are taken over
-    5  floor     journal/FLOOR is replaced; only then are journal files below it unlinked
+    5  files     queues that are kept in SQLite commit what they changed (`sqlite_queue.py`)
+    6  floor     journal/FLOOR is replaced; only then are journal files below it unlinked
 
-The lock is held for steps 1 and 4 queue by queue, and for small pieces of the others; no publisher waits for a sync.
+The lock is held for steps 1, 4 and 5 queue by queue, and for small pieces of the others; no publisher waits for a sync,
+except for that of a queue in SQLite.
 Files that many queues touched are synced by one syncfs.
 """
 
@@ -43,6 +45,9 @@ class Owner(Protocol):
         """Repeat leases, checkouts and the like whose newest record lies in files up to `upto`."""
 
     def commit(self) -> None: ...
+    def commit_databases(self) -> None:
+        """Make safe in its file what a queue in SQLite changed."""
+
     def report(self, path: str, offset: int, length: int, seq: int, why: str) -> None: ...
 
 
@@ -117,6 +122,7 @@ class Checkpoint:
                 file.close()
             self._bodies.close()
             self._slots.close()
+        self._owner.commit_databases()
         self._journal.move_floor(upto + 1)
         with self._owner.lock:
             self._journal.unlink_below_floor()

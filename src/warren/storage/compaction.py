@@ -92,10 +92,7 @@ class Job:
         self._store = store
         self._sources = sources  # each with the hint rows of what was valid when the job was planned
         files = [file for file, _ in sources]
-        number = min(file.number for file in files)
-        # Above both, and above every other file of that number: one may be left of a crash.
-        generation = max(file.generation for file in store.data_files() if file in files or file.number == number) + 1
-        self.target = store.new_generation(number, generation)
+        self.target = store.new_generation(min(file.number for file in files))
         self.damaged: tuple[DataFile, int, int] | None = None  # file, offset, length of a bad record
         self._complete = False
         self._stopped = threading.Event()

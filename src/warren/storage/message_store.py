@@ -19,21 +19,23 @@ Rules:
 
 1. Append, sync, switch. A file is written once, from its beginning to its end; nobody ever appends to a file that was
    there when the store was opened. So all files but the current one can be hard-linked, and hint files stay true.
-2. All methods are called under the engine's lock, except `Commit.run`, `LargeWrite.append`, `.finish`, `.abort` and
-   `compaction.Job.run`. Commits do not overlap.
+2. All methods are called under the engine's lock, except `sweep`, `Commit.run`, `compaction.Job.run` and those of
+   `LargeWrite`. Commits do not overlap.
 3. A reference is removed only after the record that says so is synced in the journal: the payload may be gone for good.
-4. A file is unlinked when it is sealed, has no valid bytes, and nobody (a commit, compaction, reader) has it pinned.
-   Unlinking is not synced: a file that comes back after power loss has no references, or equal copies elsewhere.
+4. A file is doomed when it is sealed, has no valid bytes, and nobody (a commit, compaction, reader) has it pinned.
+   Unlinking 16 MiB takes milliseconds, so `sweep` does it, without the lock; a commit sweeps what it finds. It is not
+   synced: a file that comes back after power loss has no references, or equal copies elsewhere.
 5. Reference counts and the index are never read from disk after a crash, they are counted anew.
 6. Hint files are a help, not a promise: they are not synced, and one that cannot be written fails no commit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypedDict, Unpack
 
@@ -57,7 +59,6 @@ from warren.storage.store_format import (
     TermsError,
     decode_terms,
     encode_terms,
-    file_name,
     parse_name,
 )
 from warren.storage.store_index import RefCounts, StoreIndex
@@ -179,6 +180,7 @@ class Commit:
             for file in self._sealing:
                 if not file.hinted:
                     file.write_hint()
+            self._store.sweep()
         finally:
             self.running = False
 
@@ -199,21 +201,14 @@ class Commit:
             file.close()
         for file in self._files():
             store.unpin(file)
-        store.committed(self)
-
-    @property
-    def unhinted(self) -> list[DataFile]:
-        return [file for file in self._sealing if not file.hinted]
+        store.committed([file for file in self._sealing if not file.hinted])
 
 
 class MessageStore:
     """An empty store in `path`; `open_clean` and `open_dirty` open one that is there, `open_empty` empties it first.
 
-    >>> store = MessageStore(Disk(), "/tmp/msg_store_persistent", index=TableIndex(), sync=True)  # doctest: +SKIP
-    >>> msg_id = store.next_id()  # doctest: +SKIP
-    >>> store.write(msg_id, b"x" * 5000, refs=2)  # doctest: +SKIP
-    >>> commit = store.begin_commit(); commit.run(); commit.done()  # doctest: +SKIP
-    >>> store.remove(msg_id, 2)  # doctest: +SKIP
+    store = MessageStore(Disk(), "data/msg_store_persistent", index=TableIndex(), sync=True)
+    store.write(msg_id := store.next_id(), payload, refs=2)
     """
 
     def __init__(
@@ -243,6 +238,7 @@ class MessageStore:
         self._current: DataFile | None = None  # None until there is something to place
         self._next_number = 0
         self._next_key = 1
+        self._next_generation = 1  # one for each compaction, so that no two files ever have one name
         self._total = 0  # bytes of all records
         self._valid = 0  # bytes of records that have references
         self._flying: dict[bytes, _Flying] = {}
@@ -254,6 +250,7 @@ class MessageStore:
         self._cache_bytes = 0
         self._sealing: dict[int, DataFile] = {}  # sealed, without a hint file yet
         self._unsynced: dict[int, DataFile] = {}  # written to since their last sync
+        self._doomed: deque[DataFile] = deque()
         self._commit: Commit | None = None
         self._readers = FileCache(disk, MAX_READERS)
         disk.make_dirs(path)
@@ -282,7 +279,7 @@ class MessageStore:
 
         Requires: an id from `next_id` that was not written before; parts of a payload are bytes, not to be changed.
         """
-        size = len(payload) if isinstance(payload, bytes) else sum(map(len, payload))
+        size = _size_of(payload)
         _check_size(size)
         if refs < 1 or msg_id in self._flying:
             raise ValueError(f"message {msg_id.hex()} was written before, or with {refs} references")
@@ -404,7 +401,7 @@ class MessageStore:
         sync = self._sync if sync is None else sync
         self._backlog += self._place()
         self.index.commit()
-        if not self._backlog and not self._sealing and not (sync and self._unsynced):
+        if not (self._backlog or self._sealing or self._doomed or (sync and self._unsynced)):
             return None
         unsynced = list(self._unsynced.values()) if sync else []
         self._commit = Commit(self, self._backlog, unsynced, list(self._sealing.values()), sync)
@@ -428,27 +425,26 @@ class MessageStore:
             self._cache_bytes -= _size_of(self._cache.popitem(last=False)[1])
         self.unpin(chunk.file)
 
-    def committed(self, commit: Commit) -> None:
-        for file in commit.unhinted:
-            if file.key in self._files:
-                self._sealing[file.key] = file
+    def committed(self, unhinted: list[DataFile]) -> None:
+        """A commit is done; files that have no hint file yet get another try with the next one."""
+        self._sealing.update({file.key: file for file in unhinted if file.key in self._files})
         self._commit = None
 
     def flush(self) -> None:
         """Write everything, without a sync. Requires: no commit is under way."""
-        commit = self.begin_commit(sync=False)
-        if commit is not None:
-            commit.run()
-            commit.done()
+        self._commit_now(sync=False)
 
     def seal(self, sync: bool | None = None) -> None:
         """Everything written is in sealed files with hint files when this returns. Requires: no commit is under way."""
-        if self._commit is not None and not self._commit.running:
-            # One that met a full disk in an earlier `seal` or `flush`.
-            self._commit.run()
-            self._commit.done()
         self._backlog += self._place()
         self._roll()
+        self._commit_now(sync)
+
+    def _commit_now(self, sync: bool | None) -> None:
+        if self._commit is not None and not self._commit.running:
+            # It met a full disk in an earlier `flush` or `seal`.
+            self._commit.run()
+            self._commit.done()
         commit = self.begin_commit(sync)
         if commit is not None:
             commit.run()
@@ -523,15 +519,17 @@ class MessageStore:
             self._drop_if_empty(file)
 
     def _new_file(self) -> DataFile:
-        file = self.new_generation(self._next_number, 0)
         self._next_number += 1
-        return file
+        return self._data_file(self._next_number - 1, 0)
 
-    def new_generation(self, number: int, generation: int) -> DataFile:
-        """A file that the store does not know yet."""
-        file = DataFile(self.disk, self.path, self._next_key, number, generation)
+    def new_generation(self, number: int) -> DataFile:
+        """A file for a compaction, which the store does not know yet."""
+        self._next_generation += 1
+        return self._data_file(number, self._next_generation - 1)
+
+    def _data_file(self, number: int, generation: int) -> DataFile:
         self._next_key += 1
-        return file
+        return DataFile(self.disk, self.path, self._next_key - 1, number, generation)
 
     def register(self, file: DataFile) -> None:
         """Count a sealed file in; from now on the index may name it."""
@@ -565,7 +563,17 @@ class MessageStore:
         self._sealing.pop(file.key, None)
         self._unsynced.pop(file.key, None)
         self._readers.drop(file.path)
-        file.unlink()
+        file.close()
+        self._doomed.append(file)
+
+    def sweep(self) -> None:
+        """Unlink doomed files. Called without the engine's lock, by any thread; a file that cannot be unlinked is left
+        to the next dirty start."""
+        with contextlib.suppress(IndexError):
+            while True:
+                file = self._doomed.popleft()
+                with contextlib.suppress(OSError):
+                    file.unlink()
 
     def files(self) -> list[str]:
         """The names of all sealed data files and their hint files: after `seal`, of everything."""
@@ -592,6 +600,7 @@ class MessageStore:
     def save_terms(self) -> bytes:
         """Seal and sync everything and say in a few bytes a message where it is, for `open_clean`."""
         self.seal(sync=True)
+        self.sweep()
         files = [
             FileTerms(file.key, file.generation, file.number, file.size, file.valid, file.records)
             for file in self.data_files()
@@ -614,22 +623,14 @@ class MessageStore:
         saved = decode_terms(terms)
         if saved.index_kind != index.kind:
             raise TermsError(f"the terms of {path} are for an index of kind {saved.index_kind}, not {index.kind}")
-        expected = {file_name(file.number, file.generation, DATA_SUFFIX): file.size for file in saved.files}
-        found = [name for name in disk.listdir(path) if name.endswith(DATA_SUFFIX)]
-        if sorted(expected) != found:
-            raise TermsError(f"{path} has not the files that its terms name")
-        for name, size in expected.items():
-            if disk.size(os.path.join(path, name)) != size:
-                raise TermsError(f"{name} in {path} has {disk.size(os.path.join(path, name))} bytes, not {size}")
+        saved.check_files(disk, path)
         store = cls(disk, path, index=index, sync=sync, saved_index=saved.index_rows, **options)
         store._next_number = saved.next_number
         store._next_key = saved.next_key
         for terms_of_file in saved.files:
-            key, generation, number, size, valid, records = terms_of_file
-            file = DataFile(disk, path, key, number, generation)
-            file.size, file.valid, file.records = size, valid, records
-            file.sealed = file.name_synced = True
-            file.hinted = disk.exists(file.hint_path)
+            file = DataFile(disk, path, terms_of_file.key, terms_of_file.number, terms_of_file.generation)
+            file.restore(terms_of_file)
+            store._next_generation = max(store._next_generation, file.generation + 1)
             store.register(file)
             store._drop_if_empty(file)
         return store
@@ -659,13 +660,14 @@ class MessageStore:
         data = {(parsed.generation, parsed.number) for _, parsed in names if parsed.suffix == DATA_SUFFIX}
         for name, parsed in names:
             store._next_number = max(store._next_number, parsed.number + 1)
+            store._next_generation = max(store._next_generation, parsed.generation + 1)
             if (parsed.generation, parsed.number) not in data or parsed.suffix == PART_SUFFIX:
                 disk.unlink(os.path.join(path, name))
         torn: list[tuple[str, int, int, str]] = []
         empty: list[DataFile] = []
         # The newest generation first: of two copies that a crashed compaction left, its one counts.
         for done, (generation, number) in enumerate(sorted(data, reverse=True)):
-            file = store.new_generation(number, generation)
+            file = store._data_file(number, generation)
             rows = file.recover_rows(quarantine, torn)
             file.valid = index.recover(rows, file.key, counts)
             if file.valid == 0:
@@ -691,10 +693,6 @@ class MessageStore:
 
 def _size_of(payload: Payload) -> int:
     return len(payload) if isinstance(payload, bytes) else sum(map(len, payload))
-
-
-def _joined(payload: Payload) -> bytes:
-    return payload if isinstance(payload, bytes) else b"".join(payload)
 
 
 def _check_size(size: int) -> None:

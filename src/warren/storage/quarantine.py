@@ -19,15 +19,16 @@ class Quarantine:
         self._disk = disk
         self._root = root
         self._directory = os.path.join(root, "quarantine")
-        self._known: set[tuple[str, int]] = set()
+        self._known: set[tuple[str, int, int]] = set()
         self._listener = listener
         self.reports: list[dict[str, object]] = []
 
     def report(self, path: str, offset: int, length: int, seq: int, why: str, sid: int = -1) -> None:
         """Bytes [offset, offset + length) of `path` cannot be used."""
-        if (path, offset) in self._known or len(self.reports) >= _MOST_REPORTS:
+        place = (path, offset, seq if offset == 0 else -1)  # 0: of a file as a whole, message by message
+        if place in self._known or len(self.reports) >= _MOST_REPORTS:
             return
-        self._known.add((path, offset))
+        self._known.add(place)
         line: dict[str, object] = {
             "file": os.path.relpath(path, self._root),
             "offset": offset,

@@ -57,7 +57,7 @@ _SCHEMA = {
 )""",
     # The order of the queue; with the rest a start can count everything without a look at the bodies.
     "messages_in_order": """CREATE INDEX messages_in_order
-ON messages (state, level DESC, seq, size, redelivered, delivery_count)""",
+ON messages (state, level DESC, seq, size, persistent, redelivered, delivery_count)""",
     "state": "CREATE TABLE state (format INTEGER, applied_lsn INTEGER, next_seq INTEGER, crc INTEGER)",
 }
 
@@ -129,6 +129,8 @@ class QueueDatabase:
             if self.is_new:
                 self._create(self._db)
             self._log_ahead()
+            self._db.execute("BEGIN IMMEDIATE")  # a damaged header may forbid to write
+            self._db.execute("ROLLBACK")
             problem = self._problem(check)
         except sqlite3.Error as error:
             if _kind(error) in _ENVIRONMENT or not self.path or not os.access(self.path, os.W_OK):
@@ -231,15 +233,15 @@ class QueueDatabase:
 
     @property
     def changed(self) -> bool:
-        """Is there anything to commit?"""
-        return bool(self.path) and self._broken is None and self._db.in_transaction
+        """Is there anything to commit? A file that failed always has: the journal must keep what it lacks."""
+        return bool(self.path) and (self._broken is not None or self._db.in_transaction)
 
     def commit(self, applied_lsn: int, next_seq: int) -> None:
         """Make everything up to the journal's `applied_lsn` safe in the file. Requires: that LSN is synced."""
-        if self._broken is not None:
-            raise self._broken
         if not self.changed:
             return
+        if self._broken is not None:
+            raise self._broken
         row = _state_row(applied_lsn, next_seq)
         self.change("UPDATE state SET format = ?, applied_lsn = ?, next_seq = ?, crc = ?", *row)
         try:
@@ -270,7 +272,7 @@ class QueueDatabase:
     def _problem(self, check: bool) -> str | None:
         """What is wrong with the file. Raises StoreFormatError when a newer Warren wrote it."""
         db = self._db
-        found = {name: sql for name, sql in db.execute("SELECT name, sql FROM sqlite_schema").fetchall()}
+        found = dict(db.execute("SELECT name, sql FROM sqlite_schema").fetchall())
         if found != {name.encode(): sql.encode() for name, sql in _SCHEMA.items()}:
             return "its schema is not the one that was written"
         states = db.execute("SELECT format, applied_lsn, next_seq, crc FROM state").fetchall()

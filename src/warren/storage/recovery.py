@@ -95,7 +95,7 @@ class StreamRecovery:
     """What a dirty start found of one stream."""
 
     count: int
-    bytes: int
+    payload_bytes: int
     low: int
     stop: int  # above every seq_id found
     stored: list[tuple[int, bytes]]  # (seq_id, msg_id) of what refers to the message store
@@ -139,7 +139,7 @@ def recover_stream(disk: Disk, directory: str, index: QueueIndex, state: Journal
     slots = sum(segment.live_count for segment in index.segments.values())
     return StreamRecovery(
         count=slots + journal_count,
-        bytes=total + journal_bytes,
+        payload_bytes=total + journal_bytes,
         low=_lowest(index),
         stop=stop,
         stored=stored,

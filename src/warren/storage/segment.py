@@ -233,7 +233,7 @@ class SegmentFiles:
 
     def _trailer_holds(self, trailer: bytes, slots: bytes, written: int) -> bool:
         magic, count, _, _, slots_crc, crc = _TRAILER.unpack_from(trailer)
-        return (
+        return bool(
             magic == TRAILER_MAGIC
             and crc == crc32c(trailer[: _TRAILER.size - 4], crc32c(struct.pack("<Q", self.sid)))
             and count == written

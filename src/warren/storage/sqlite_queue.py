@@ -1,17 +1,17 @@
 """The SQL queue that was often proposed and never built: all messages of a queue, bodies too, in one SQLite table.
 
-It does with one table what `VariableQueue` does with q1..q4, delta, segments and stores, and is slower. Its worth is that
-every operation is a statement or two, plainly right; so it is the oracle that the others are tested against.
+It does with one table what `VariableQueue` does with q1..q4, delta, segments and stores, and is slower. Its worth is
+that every operation is a statement or two, plainly right; so it is the oracle that the others are tested against.
 
     ready     ORDER BY level DESC, seq         a priority is a column, not a queue of its own
     pending   state = 1, in the same table     there is nothing in RAM but sums, delivery counts and redelivered marks
 
-Durability is that of every queue: publishes, acks, requeues and purges of persistent messages are records in the vhost's
-journal, whose stream id carries the level. `queue.db` is their checkpointed form (`queue_database.py`):
+Durability is that of every queue: publishes, acks, requeues and purges of persistent messages are records in the
+vhost's journal, whose stream id carries the level. `queue.db` is their checkpointed form (`queue_database.py`):
 
 1. Changes are made in SQLite's open transaction as they happen. The checkpoint commits it, when nothing is under way in
-   the journal and before the floor moves. So the file never knows what the journal could still lose, and the floor never
-   passes what the file does not know.
+   the journal and before the floor moves. So the file never knows what the journal could still lose, and the floor
+   never passes what the file does not know.
 2. A dirty start replays the journal from the floor on over the file: acks delete, publishes that are there already are
    ignored. Files of the journal retire in order, so an ack is never gone while its publish is still read.
 3. Payloads of any size are in the publish record, none in the message store.
@@ -162,10 +162,13 @@ class SqliteQueue:
         self._confirmed += entry_ranges(entry for entry in entries if not entry.flags & PERSISTENT)
 
     def journal_publish(self, entries: list[Entry], state: int) -> None:
-        for entry in entries:
-            if entry.flags & PERSISTENT:
-                entry.flags &= ~IN_STORE
-                self._journal.buffer.append_publishes(self.sid_of(entry), [entry], self.places(), state)
+        for sid, group in self._by_sid(entries):
+            for entry in group:
+                if entry.flags & IN_STORE:  # its publisher put it there, by size; no record will refer to it
+                    self._context.persistent_store.remove(entry.msg_id)
+                    entry.msg_id = None
+                    entry.flags &= ~IN_STORE
+            self._journal.buffer.append_publishes(sid, group, self.places(), state)
 
     def sid_of(self, entry: Entry) -> int:
         """The stream id of an entry's records."""
@@ -359,7 +362,8 @@ class SqliteQueue:
         return len(entries)
 
     def purge_acks(self) -> int:
-        return len(self.ack([seq for (seq,) in self.database.rows("SELECT seq FROM messages WHERE state = ?", PENDING)]))
+        pending = self.database.rows("SELECT seq FROM messages WHERE state = ?", PENDING)
+        return len(self.ack([seq for (seq,) in pending]))
 
     # -- leases ------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ File names, in `msg_store_persistent/` and `msg_store_transient/`:
     index.lmdb/                     the index, where it is LMDB's; worth nothing after a crash
 
 Numbers rise in the order in which files were begun. A file that compaction made of two others has the lower of their
-numbers, and a generation above both of theirs. Where two files hold the same msg_id, the records are equal, and the
-file of the higher generation counts.
+numbers, and a generation that no other file of the store has or had. Where two files hold the same msg_id, the records
+are equal, and the file of the higher generation counts.
 
 Data file `.rdq` := header record*
 
@@ -256,6 +256,16 @@ class StoreTerms(NamedTuple):
     next_number: int
     next_key: int
 
+    def check_files(self, disk: Disk, path: str) -> None:
+        """Raises TermsError unless `path` has exactly these data files, with these sizes."""
+        expected = {file_name(file.number, file.generation, DATA_SUFFIX): file.size for file in self.files}
+        if sorted(expected) != [name for name in disk.listdir(path) if name.endswith(DATA_SUFFIX)]:
+            raise TermsError(f"{path} has not the files that its terms name")
+        for name, size in expected.items():
+            found = disk.size(os.path.join(path, name))
+            if found != size:
+                raise TermsError(f"{name} in {path} has {found} bytes, not {size}")
+
 
 def encode_terms(terms: StoreTerms) -> bytes:
     header = _TERMS_HEADER.pack(
@@ -390,6 +400,12 @@ class DataFile:
         self.hinted = True
         self.rows = bytearray()
         return True
+
+    def restore(self, terms: FileTerms) -> None:
+        """Take over a file that a clean stop left."""
+        self.size, self.valid, self.records = terms.size, terms.valid, terms.records
+        self.sealed = self.name_synced = True
+        self.hinted = self._disk.exists(self.hint_path)
 
     def recover_rows(self, quarantine: Quarantine, torn: list[tuple[str, int, int, str]]) -> bytes:
         """Take over a file that was there before a crash: its hint rows, from its hint file or else from itself.

@@ -43,6 +43,7 @@ from warren.kernel.entry import (
     ram_total,
     record_pending,
     seq_ranges,
+    summarize,
     take_pending,
     total_size,
 )
@@ -100,6 +101,7 @@ class VariableQueue:
         self._confirmed: list[int] = []
         self._unconfirmed = 0
         self._rates = Rates(context.clock())
+        self._operations = 0  # the rates are looked at every 32nd
         self._target = context.settings.ram_target
         self._disk_reads = 0
         self._disk_writes = 0
@@ -172,8 +174,13 @@ class VariableQueue:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def publish(self, entries: list[Entry], confirm: bool = False) -> None:
-        self._persist(entries, confirm)
-        self.accept(entries)
+        size, persistent, largest = summarize(entries)
+        if persistent == len(entries) and largest < self._settings.embed_below and not confirm:
+            self._disk_writes += persistent
+            self._journal.buffer.append_publishes(self.index.sid, entries, self.index.overlay, LIVE)
+        else:
+            self._persist(entries, confirm)
+        self._enqueue(entries, size, largest)
 
     def publish_delivered(self, entries: list[Entry], confirm: bool = False) -> None:
         assert not self._context.debug or self.is_empty(), "publish_delivered requires an empty queue"
@@ -245,10 +252,13 @@ class VariableQueue:
         return confirmed
 
     def accept(self, entries: list[Entry]) -> None:
-        if not entries:
-            return
-        self.note_stored(entries)
-        size = total_size(entries)
+        if entries:
+            size, _, largest = summarize(entries)
+            self._enqueue(entries, size, largest)
+
+    def _enqueue(self, entries: list[Entry], size: int, largest: int) -> None:
+        if largest >= self._settings.embed_below:
+            self.note_stored(entries)
         self._len += len(entries)
         self._bytes += size
         self._rates.entered += len(entries)
@@ -274,7 +284,19 @@ class VariableQueue:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def fetch(self, count: int, ack_required: bool = True) -> list[Entry]:
-        entries: list[Entry] = []
+        q4 = self.q4
+        if ack_required and count <= len(q4):  # alphas only: from ready to pending, and nothing else changes
+            popleft = q4.popleft
+            entries = [popleft() for _ in range(count)]
+            size = total_size(entries)
+            self._len -= count
+            self._bytes -= size
+            self._ram_count -= count
+            self._rates.left += count
+            self._pend(entries, size)
+            self._settle_down()
+            return entries
+        entries = []
         while len(entries) < count and self._len:
             some = self._take(count - len(entries))
             held, held_bytes = ram_total(some)
@@ -418,13 +440,15 @@ class VariableQueue:
 
     def _forget(self, entries: list[Entry]) -> None:
         """Messages leave for good: journal the acks of the persistent ones, drop the bodies of the others."""
-        persistent = [entry for entry in entries if entry.flags & PERSISTENT]
-        if persistent:
+        _, count, _ = summarize(entries)
+        persistent = entries if count == len(entries) else [entry for entry in entries if entry.flags & PERSISTENT]
+        if count:
             stored = [e.msg_id for e in persistent if e.flags & IN_STORE] if self._stored else []
             self._journal_ack(ACK, entry_ranges(persistent), stored)
-        if len(persistent) < len(entries):
+        if count < len(entries):
             self._forget_transient([entry for entry in entries if not entry.flags & PERSISTENT])
-        self._forget_marks(entries)
+        if self.counts or self.returned:
+            self._forget_marks(entries)
 
     def journal_ack(self, seqs: list[int]) -> None:
         """The record only; `ack_committed` follows once it is synced."""
@@ -847,7 +871,8 @@ class VariableQueue:
 
     def _settle_down(self) -> None:
         """After every operation: rates, paging, invariants."""
-        if self._rates.update(self._context.clock()):
+        self._operations += 1
+        if not self._operations & 31 and self._rates.update(self._context.clock()):
             self._update_target()
         if len(self.q1) + len(self.q4) + len(self._ram_pending) > self._target + self._settings.ram_slack:
             self._reduce_memory()

@@ -26,7 +26,7 @@ from warren.errors import (
 )
 from warren.kernel.entry import IN_STORE, PERSISTENT, Entry
 from warren.kernel.journal_codec import CHECKOUT, DEDUP, LEASE
-from warren.kernel.overlay import HIDDEN, LIVE
+from warren.kernel.overlay import HIDDEN, LIVE, Overlay
 from warren.storage import compaction
 from warren.storage.backing_queue import BackingQueue, Checkout
 from warren.storage.checkpoint import Checkpoint
@@ -43,6 +43,7 @@ from warren.storage.metadata import Metadata, QueueRecord
 from warren.storage.payload import join_payload
 from warren.storage.priority_queue import PriorityQueue
 from warren.storage.quarantine import Quarantine
+from warren.storage.queue_database import QueueDatabase
 from warren.storage.queue_index import QueueIndex
 from warren.storage.rates import MemoryMonitor
 from warren.storage.recovery import (
@@ -59,6 +60,7 @@ from warren.storage.recovery import (
 from warren.storage.seq_ids import SeqIds
 from warren.storage.settings import EngineSettings
 from warren.storage.snapshot import link_store, write_manifest
+from warren.storage.sqlite_queue import SqliteQueue
 from warren.storage.store_format import TermsError
 from warren.storage.store_index import LmdbIndex, StoreIndex, TableIndex
 from warren.storage.variable_queue import VariableQueue
@@ -162,6 +164,7 @@ class VhostStore:
         try:
             self._recover(settings)
         except BaseException:
+            self._close_databases()
             self.metadata.close()
             raise
 
@@ -200,7 +203,7 @@ class VhostStore:
             floor=floor,
         )
         for record in records:
-            for level in range(_levels(record)):
+            for level in range(_levels(record)) if _kind(record) != "sqlite" else ():
                 indexes[stream_id(record.uid, level)] = self._index(record, level)
         found: dict[int, StreamRecovery] = {}
         if replayed is not None:
@@ -222,6 +225,9 @@ class VhostStore:
         if replayed is not None and self.store.missing:
             self._drop_missing(indexes, found)
         for record in records:
+            if _kind(record) == "sqlite":
+                self._start_sqlite_queue(record, taken[0] if taken is not None else None, replayed)
+                continue
             streams = {level: indexes[stream_id(record.uid, level)] for level in range(_levels(record))}
             if taken is not None:
                 self._restore_queue(record, streams, taken[0]["queues"][str(record.uid)])
@@ -356,20 +362,17 @@ class VhostStore:
         found: dict[int, StreamRecovery],
         replayed: JournalReplay,
     ) -> None:
-        size = self.settings.segment_entries
         mine = [found[index.sid] for index in streams.values()]
-        used = max(size, replayed.reserved.get(record.uid, 0), *(stream.stop for stream in mine))
-        next_seq = (used + size - 1) // size * size
-        seqs = SeqIds(self.journal, record.uid, self.settings.reserve_ahead, next_seq, next_seq)
+        seqs = self._fresh_seqs(record, replayed, max(stream.stop for stream in mine))
         states = []
         for index, stream in zip(streams.values(), mine, strict=True):
             leased = self._live_leased(index)
             states.append(
                 {
                     "count": stream.count - sum(leased[1::2]),
-                    "bytes": stream.bytes,
+                    "bytes": stream.payload_bytes,
                     "low": stream.low,
-                    "redelivered_below": next_seq,
+                    "redelivered_below": seqs.next,
                     "returned": [],
                     "counts": stream.counts,
                     "stored": len(stream.stored),
@@ -384,32 +387,81 @@ class VhostStore:
         entries, _ = index.load(pairs) if pairs else ([], [])
         return [number for entry in entries for number in (entry.seq, 1)]
 
+    def _fresh_seqs(self, record: QueueRecord, replayed: JournalReplay, stop: int) -> SeqIds:
+        """After a dirty stop: from the segment after the highest reserved or found (all below `stop`) on."""
+        size = self.settings.segment_entries
+        used = max(size, replayed.reserved.get(record.uid, 0), stop)
+        next_seq = (used + size - 1) // size * size
+        return SeqIds(self.journal, record.uid, self.settings.reserve_ahead, next_seq, next_seq)
+
     def _add_queue(
         self, record: QueueRecord, seqs: SeqIds, indexes: list[QueueIndex], states: list[dict[str, Any]] | None
     ) -> StoredQueue:
-        kind = record.arguments.get("x-backing-queue", "variable")
-        backing: BackingQueue
-        if kind == "sqlite":
-            backing = self._sqlite_queue(record, seqs)
-        else:
-            levels: list[BackingQueue] = []
-            for number, index in enumerate(indexes):
-                level: BackingQueue
-                if kind == "volatile":
-                    level = VolatileQueue(index.sid, seqs, self.context)
-                else:
-                    level = VariableQueue(index, seqs, self.context, record.durable and self.durability != "memory")
-                level.init(states[number] if states is not None else None)
-                levels.append(level)
-            backing = PriorityQueue(levels) if _has_levels(record) else levels[0]
-            if _has_levels(record):
-                backing.init(None)
+        levels: list[BackingQueue] = []
+        for number, index in enumerate(indexes):
+            level: BackingQueue
+            if _kind(record) == "volatile":
+                level = VolatileQueue(index.sid, seqs, self.context)
+            else:
+                level = VariableQueue(index, seqs, self.context, record.durable and self.durability != "memory")
+            level.init(states[number] if states is not None else None)
+            levels.append(level)
+        backing = levels[0]
+        if _has_levels(record):
+            backing = PriorityQueue(levels)
+            backing.init(None)
         queue = StoredQueue(record, backing, seqs, indexes, self._queue_directory(record))
         self.queues[record.name] = queue
         return queue
 
-    def _sqlite_queue(self, record: QueueRecord, seqs: SeqIds) -> BackingQueue:
-        raise DurabilityError("x-backing-queue=sqlite is not built yet")
+    def _start_sqlite_queue(
+        self, record: QueueRecord, terms: dict[str, Any] | None, replayed: JournalReplay | None
+    ) -> None:
+        """From the terms of a clean stop, or with what the journal says after a dirty one."""
+        database = self._database(record, check=terms is None)
+        sids = [stream_id(record.uid, level) for level in range(_levels(record))]
+        state: dict[str, Any] = {"leased": [number for sid in sids for number in self._leased(sid)]}
+        if terms is not None:
+            mine = terms["queues"][str(record.uid)]
+            seqs = SeqIds(self.journal, record.uid, self.settings.reserve_ahead, mine["next"], mine["next"])
+            state.update(mine["streams"]["0"])
+            if database.is_new:
+                self.report(database.path, 0, 0, -1, "the file is missing; the queue begins empty", sids[0])
+        else:
+            assert replayed is not None
+            last = max(replayed.overlays[sid].last_seq() for sid in sids)
+            seqs = self._fresh_seqs(record, replayed, max(database.stop(), last + 1))
+            state["redelivered_below"] = seqs.next
+        self._add_sqlite_queue(record, database, seqs, state, replayed)
+
+    def _add_sqlite_queue(
+        self,
+        record: QueueRecord,
+        database: QueueDatabase,
+        seqs: SeqIds,
+        state: dict[str, Any] | None = None,
+        replayed: JournalReplay | None = None,
+    ) -> StoredQueue:
+        safe = record.durable and self.durability != "memory"
+        backing = SqliteQueue(database, record.uid, _levels(record), seqs, self.context, safe)
+        queue = StoredQueue(record, backing, seqs, [], self._queue_directory(record))
+        self.queues[record.name] = queue
+        if replayed is not None:
+            backing.replay(replayed)
+        backing.init(state)
+        return queue
+
+    def _database(self, record: QueueRecord, *, check: bool) -> QueueDatabase:
+        safe = record.durable and self.durability != "memory"
+        directory = self._queue_directory(record) if safe else None
+        return QueueDatabase(self.disk, directory, os.path.join(self.root, "quarantine"), self.report, check=check)
+
+    def _sqlite_queues(self) -> list[tuple[StoredQueue, SqliteQueue]]:
+        return [(queue, queue.backing) for queue in self.queues.values() if isinstance(queue.backing, SqliteQueue)]
+
+    def _close_databases(self) -> None:
+        for _, backing in self._sqlite_queues():
+            backing.close()
 
     def _lost_and_found(self) -> None:
         """A directory that the metadata does not know is kept aside; nothing is deleted because a table is silent."""
@@ -448,6 +500,8 @@ class VhostStore:
             seqs = SeqIds(self.journal, uid, self.settings.reserve_ahead, self.settings.segment_entries)
             if not durable or self.durability == "memory":
                 seqs.unlimited()  # no restart brings its uid back
+            if _kind(record) == "sqlite":
+                return self._add_sqlite_queue(record, self._database(record, check=False), seqs)
             return self._add_queue(record, seqs, [self._index(record, n) for n in range(_levels(record))], None)
 
     def get(self, name: str) -> StoredQueue:
@@ -523,26 +577,25 @@ class VhostStore:
             seqs = [queue.seqs.take(1) for queue in queues]
             size = 4 + len(head) + len(body)
             self.check_size(size)
-            durable = [persistent and queue.durable and self.durability != "memory" for queue in queues]
+            persistent = persistent and self.durability != "memory"
+            durable = [persistent and queue.durable and _kind(queue.record) != "volatile" for queue in queues]
+            large = size >= self.settings.embed_below
+            refers = [
+                large and safe and _kind(queue.record) == "variable"
+                for queue, safe in zip(queues, durable, strict=True)
+            ]
             msg_id = None
-            if size >= self.settings.embed_below and any(durable):
+            if any(refers):
                 msg_id = self.store.next_id()
-                self.store.write(msg_id, join_payload(head, body), sum(durable))
+                self.store.write(msg_id, join_payload(head, body), sum(refers))
             entries = []
-            for seq, safe in zip(seqs, durable, strict=True):
-                flags = (PERSISTENT | (IN_STORE if msg_id else 0)) if safe else 0
-                entry = Entry(seq, head, body, flags, published_at, expiry, msg_id if safe else None)
+            for seq, safe, stored in zip(seqs, durable, refers, strict=True):
+                flags = (PERSISTENT if safe else 0) | (IN_STORE if stored else 0)
+                entry = Entry(seq, head, body, flags, published_at, expiry, msg_id if stored else None)
                 entry.level = level
                 entries.append(entry)
-            targets = [
-                (index.sid, entry.seq, index.overlay)
-                for queue, entry in zip(queues, entries, strict=True)
-                if entry.flags & PERSISTENT and (index := _index_for(queue, entry)) is not None
-            ]
-            if targets:
-                safe_entry = next(entry for entry in entries if entry.flags & PERSISTENT)
-                name = producer.encode() if producer is not None else None
-                self.journal.buffer.append_fanout(safe_entry, targets, LIVE, publishing_id, name)
+            if any(durable):
+                self._append_fanout(queues, entries, producer, publishing_id)
                 if producer is not None:
                     for queue in queues:
                         key = f"{queue.uid}:{producer}"
@@ -551,6 +604,24 @@ class VhostStore:
                 queue.backing.accept([entry])
         self.wake()
         return seqs
+
+    def _append_fanout(
+        self, queues: list[StoredQueue], entries: list[Entry], producer: str | None, publishing_id: int
+    ) -> None:
+        """One record; two in a group where some queues refer to the message store and others must not."""
+        records: dict[int, list[tuple[StoredQueue, Entry]]] = {}
+        for queue, entry in zip(queues, entries, strict=True):
+            if entry.flags & PERSISTENT:
+                records.setdefault(entry.flags & IN_STORE, []).append((queue, entry))
+        buffer = self.journal.buffer
+        name = producer.encode() if producer is not None else None
+        if len(records) > 1:
+            buffer.begin_group()
+        for pairs in records.values():
+            targets = [_target(queue, entry) for queue, entry in pairs]
+            buffer.append_fanout(pairs[0][1], targets, LIVE, publishing_id, name)
+        if len(records) > 1:
+            buffer.end_group()
 
     def last_publishing_id(self, queue: StoredQueue, producer: str) -> int | None:
         """The highest publishing id that a producer has published to a queue."""
@@ -663,6 +734,15 @@ class VhostStore:
     def indexes(self) -> list[QueueIndex]:
         return [index for queue in self.queues.values() for index in queue.indexes]
 
+    def commit_databases(self) -> None:
+        """For the checkpoint: what queues in SQLite changed becomes safe in their files."""
+        with self.lock:
+            queues = self._sqlite_queues()
+        for _, backing in queues:
+            if backing.database.changed:
+                with self._synced():
+                    backing.commit()
+
     def seq_ids(self) -> list[SeqIds]:
         return [queue.seqs for queue in self.queues.values() if queue.durable]
 
@@ -686,12 +766,18 @@ class VhostStore:
 
     def _roll(self) -> None:
         """Seal the current journal file, with everything that is appended now in it."""
+        with self._synced():
+            self.journal.roll()
+
+    @contextlib.contextmanager
+    def _synced(self) -> Iterator[None]:
+        """Hold the lock, with nothing in the journal that is not safe."""
         while True:
             self.committer.sync()
             with self.lock:
                 self.committer.check()
                 if not self.journal.dirty:
-                    self.journal.roll()
+                    yield
                     return
 
     def compact(self) -> bool:
@@ -750,14 +836,9 @@ class VhostStore:
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Hold off checkpoints and hold the lock, with everything committed and the journal rolled."""
-        with self._checkpoint_lock:
-            while True:
-                self.committer.sync()
-                with self.lock:
-                    if not self.journal.dirty:
-                        self.journal.roll()
-                        yield
-                        return
+        with self._checkpoint_lock, self._synced():
+            self.journal.roll()
+            yield
 
     def snapshot(self, directory: str) -> str:
         """A consistent copy by hard links in `directory`, a data directory of its own; the vhost's root in it."""
@@ -766,6 +847,9 @@ class VhostStore:
             self.disk.make_dirs(target)
             self.store.seal()
             files = link_store(self.disk, self.root, target)
+            for queue, backing in self._sqlite_queues():
+                if queue.durable:
+                    backing.backup(os.path.join(target, os.path.relpath(backing.database.path, self.root)))
             self.metadata.backup(os.path.join(target, "meta.db"))
             write_manifest(
                 self.disk,
@@ -812,7 +896,11 @@ class VhostStore:
         for queue in self.queues.values():
             if not queue.durable:
                 continue
-            streams = {}
+            streams: dict[str, Any] = {}
+            if isinstance(queue.backing, SqliteQueue):
+                streams["0"] = queue.backing.terminate()
+                queues[str(queue.uid)] = {"next": queue.seqs.next, "streams": streams}
+                continue
             levels = queue.backing.levels if isinstance(queue.backing, PriorityQueue) else [queue.backing]
             for number, (level, index) in enumerate(zip(levels, queue.indexes, strict=True)):
                 state = level.terminate()
@@ -853,6 +941,7 @@ class VhostStore:
             if self.closed:
                 return
             self.closed = True
+            self._close_databases()
             self._handles.close()
             self.journal.close()
             self.store.close()
@@ -861,8 +950,12 @@ class VhostStore:
             self._directory_lock.release()
 
 
+def _kind(record: QueueRecord) -> str:
+    return str(record.arguments.get("x-backing-queue", "variable"))
+
+
 def _has_levels(record: QueueRecord) -> bool:
-    return "x-max-priority" in record.arguments and record.arguments.get("x-backing-queue") != "sqlite"
+    return "x-max-priority" in record.arguments
 
 
 def _levels(record: QueueRecord) -> int:
@@ -873,8 +966,9 @@ def _levels(record: QueueRecord) -> int:
     return max(1, min(most, 255)) + 1
 
 
-def _index_for(queue: StoredQueue, entry: Entry) -> QueueIndex | None:
-    """Where a message of this priority is kept; None for a queue that keeps nothing on disk."""
-    if queue.record.arguments.get("x-backing-queue", "variable") != "variable":
-        return None
-    return queue.indexes[min(entry.level, len(queue.indexes) - 1)]
+def _target(queue: StoredQueue, entry: Entry) -> tuple[int, int, Overlay]:
+    """What a publish record needs to know of one queue. Requires: the queue keeps its messages on disk."""
+    if isinstance(queue.backing, SqliteQueue):
+        return queue.backing.sid_of(entry), entry.seq, queue.backing.places()
+    index = queue.indexes[min(entry.level, len(queue.indexes) - 1)]
+    return index.sid, entry.seq, index.overlay
