@@ -1,6 +1,7 @@
 """Compiles the kernel: every src/warren/kernel/<name>.pyx becomes the extension module warren.kernel.<name>.
 
-All else stands in pyproject.toml. The variable WARREN_KERNEL says which modules to build: `all` (the default), `none`,
+With WARREN_LOGIC=compiled the modules of LOGIC, which are plain typed Python, are compiled by mypyc as they are: those that
+a profile of single publishes and gets names. All else stands in pyproject.toml. The variable WARREN_KERNEL says which modules to build: `all` (the default), `none`,
 or names with commas between them; the Makefile builds one after the other.
 """
 
@@ -11,6 +12,16 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 KERNEL = Path("src/warren/kernel")
+
+LOGIC = [
+    "storage/variable_queue.py",
+    "storage/queue_index.py",
+    "storage/seq_ids.py",
+    "storage/rates.py",
+    "storage/journal.py",
+    "queueing/limits.py",
+    "queueing/queue.py",
+]
 
 DIRECTIVES = {
     "language_level": 3,
@@ -45,4 +56,17 @@ def kernel_extensions(wanted: str) -> list[Extension]:
     return built
 
 
-setup(ext_modules=kernel_extensions(os.environ.get("WARREN_KERNEL") or "all"))
+def logic_extensions(wanted: str) -> list[Extension]:
+    if wanted != "compiled":
+        return []
+    from mypyc.build import mypycify
+
+    os.environ["MYPYPATH"] = "src"
+    compiled: list[Extension] = mypycify([f"src/warren/{name}" for name in LOGIC], opt_level="3")
+    return compiled
+
+
+setup(
+    ext_modules=kernel_extensions(os.environ.get("WARREN_KERNEL") or "all")
+    + logic_extensions(os.environ.get("WARREN_LOGIC") or "pure")
+)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -47,7 +48,7 @@ specs = st.tuples(sizes, st.booleans(), st.integers(0, LEVELS - 1))  # size, per
 messages = st.lists(specs, min_size=1, max_size=10)
 picks = st.lists(st.integers(0, 30), min_size=1, max_size=6)  # each chooses one of what there is
 counts = st.integers(1, 12)
-modes = st.sampled_from(["none", "all", "random"])
+modes = st.sampled_from(["none", "all", "random", "process"])
 seeds = st.integers(0, 255)
 
 
@@ -201,11 +202,15 @@ class BackingQueueMachine(RuleBasedStateMachine):
             assert seq > model.highest, f"seq_id {seq} was handed out before"
             model.highest = seq
 
-    def _added(self, name: str, entries: list[Entry], lsn: int, state: str = READY) -> None:
-        model = self.queues[name]
-        for entry in entries:
-            persistent = bool(entry.flags & PERSISTENT) and model.keeps
-            model.messages[entry.seq] = Message(entry.seq, entry.body, entry.level, persistent, lsn, state)
+    def _as_messages(self, name: str, entries: list[Entry]) -> list[Message]:
+        """Taken before the engine gets the entries: it may page them out at once."""
+        keeps = self.queues[name].keeps
+        return [Message(e.seq, e.body, e.level, bool(e.flags & PERSISTENT) and keeps, 0) for e in entries]
+
+    def _added(self, name: str, messages: list[Message], lsn: int, state: str = READY) -> None:
+        for message in messages:
+            message.safe, message.state = lsn, state
+            self.queues[name].messages[message.seq] = message
 
     def _shown(self, name: str, entries: list[Entry], expected: list[Message]) -> None:
         """What was handed out is what the model would hand out, to the last flag."""
@@ -228,20 +233,22 @@ class BackingQueueMachine(RuleBasedStateMachine):
     @rule(queue=queues, messages=messages, confirm=st.booleans())
     def publish(self, queue: str, messages: list[tuple[int, bool, int]], confirm: bool) -> None:
         entries = self._entries(queue, messages)
-        self.store.get(queue).backing.publish(list(entries), confirm)
-        self._added(queue, entries, self._lsn)
+        added = self._as_messages(queue, entries)
+        self.store.get(queue).backing.publish(entries, confirm)
+        self._added(queue, added, self._lsn)
         if confirm:
-            self.queues[queue].unconfirmed.update(entry.seq for entry in entries)
+            self.queues[queue].unconfirmed.update(message.seq for message in added)
 
     @precondition(lambda self: any(queue.backing.is_empty() for queue in self.store.queues.values()))
     @rule(queue=queues, messages=messages, confirm=st.booleans())
     def publish_delivered(self, queue: str, messages: list[tuple[int, bool, int]], confirm: bool) -> None:
         if self.store.get(queue).backing.is_empty():
             entries = self._entries(queue, messages)
-            self.store.get(queue).backing.publish_delivered(list(entries), confirm)
-            self._added(queue, entries, self._lsn, PENDING)
+            added = self._as_messages(queue, entries)
+            self.store.get(queue).backing.publish_delivered(entries, confirm)
+            self._added(queue, added, self._lsn, PENDING)
             if confirm:
-                self.queues[queue].unconfirmed.update(entry.seq for entry in entries)
+                self.queues[queue].unconfirmed.update(message.seq for message in added)
 
     @rule(size=sizes, persistent=st.booleans(), level=st.integers(0, LEVELS - 1))
     def fan_out(self, size: int, persistent: bool, level: int) -> None:
@@ -419,11 +426,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
         """End all checkouts but the newest `keep`."""
         upto = self._next_number - 1 - keep
         due = [c for (_, number), c in self.checkouts.items() if number <= upto and not c.settled]
-        expected = 0
-        for checkout in due:
-            model = self.queues[checkout.queue]
-            if model.uid == checkout.uid:
-                expected += len(checkout.seqs)
+        expected = sum(len(self._held(checkout)) for checkout in due)
         began = self.store.journal.next_lsn
         try:
             with self._power():
@@ -438,15 +441,20 @@ class BackingQueueMachine(RuleBasedStateMachine):
     def _settled(self, due: list[CheckoutModel], requeue: bool) -> None:
         lsn = self.store.journal.next_lsn - 1
         for checkout in due:
+            model, messages = self.queues[checkout.queue], self._held(checkout)
             checkout.settled = lsn
             checkout.requeued = requeue
-            model = self.queues[checkout.queue]
-            if model.uid == checkout.uid:
-                messages = [model.messages[seq] for seq in checkout.seqs]
-                if requeue:
-                    model.requeue(messages, lsn, count_delivery=False)
-                else:
-                    model.remove(messages, lsn)
+            if requeue:
+                model.requeue(messages, lsn, count_delivery=False)
+            else:
+                model.remove(messages, lsn)
+
+    def _held(self, checkout: CheckoutModel) -> list[Message]:
+        """What a checkout still holds: its queue may be gone, and transient messages end with the process."""
+        model = self.queues[checkout.queue]
+        if model.uid != checkout.uid or checkout.settled:
+            return []
+        return [model.messages[seq] for seq in checkout.seqs if seq in model.messages]
 
     # -- transactions ------------------------------------------------------------------------------------------------
 
@@ -462,6 +470,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
             (name, self._entry(name, UNNUMBERED, size, persistent, level)) for name, size, persistent, level in publishes
         ]
         chosen = [(name, self._pick(self.queues[name].in_state(PENDING), picks)) for name, picks in acks]
+        added = [(name, entry, self._as_messages(name, [entry])) for name, entry in entries]
         try:
             with self._power():
                 seqs = self.store.transact(
@@ -472,20 +481,23 @@ class BackingQueueMachine(RuleBasedStateMachine):
         except PowerCut:
             begun = all(entry.seq != UNNUMBERED for _, entry in entries) and self.store.journal.buffer.empty
             if begun:
-                self._transacted(entries, chosen)
+                self._transacted(added, chosen)
             else:
                 for name, entry in entries:
                     if entry.seq != UNNUMBERED:
                         self._number(self.queues[name], [entry.seq])
             raise
-        self._transacted(entries, chosen)
+        self._transacted(added, chosen)
 
-    def _transacted(self, entries: list[tuple[str, Entry]], chosen: list[tuple[str, list[Message]]]) -> None:
+    def _transacted(
+        self, added: list[tuple[str, Entry, list[Message]]], chosen: list[tuple[str, list[Message]]]
+    ) -> None:
         lsn = self.store.journal.next_lsn - 1
-        for name, entry in entries:
+        for name, entry, messages in added:
             self._number(self.queues[name], [entry.seq])
-            self._added(name, [entry], lsn)
-        published = [(n, e.seq) for n, e in entries if self.queues[n].messages[e.seq].persistent]
+            messages[0].seq = entry.seq
+            self._added(name, messages, lsn)
+        published = [(name, message.seq) for name, _, (message,) in added if message.persistent]
         acked = [(name, message.seq) for name, messages in chosen for message in messages if message.persistent]
         for name, messages in chosen:
             self.queues[name].remove(messages, lsn)
@@ -742,7 +754,10 @@ class BackingQueueMachine(RuleBasedStateMachine):
             must_not = checkout.lsn > written or 0 < checkout.settled <= synced
             assert key in here or not must_be, f"checkout {key} was safe, and is lost"
             assert key not in here or not must_not, f"checkout {key} was settled, or never made"
-            self._adopt_checkout(key, checkout, key in here, synced)
+            if key in here or checkout.lsn <= synced:
+                self._adopt_checkout(key, checkout, key in here, synced)
+            else:
+                del self.checkouts[key]  # never made; its number is free
         assert here <= self.checkouts.keys()
 
     def _adopt_checkout(self, key: tuple[str, int], checkout: CheckoutModel, is_here: bool, synced: int) -> None:
@@ -804,7 +819,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            if not self.disk.is_off:
+            if sys.exc_info()[0] is None:  # else there is a failure to be seen already
                 self._leave_nothing()
         finally:
             with contextlib.suppress(Exception):

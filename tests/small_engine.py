@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -44,9 +44,10 @@ def temporary_root() -> tempfile.TemporaryDirectory[str]:
 def open_engine(
     root: str, disk: Disk | None = None, *, durability: str = "fsync", settings: EngineSettings = TINY, **changes: Any
 ) -> VhostStore:
-    """Without a thread, with invariants checked, and with a clock that stands still, so that no run depends on time."""
+    """In `root`/data, without a thread, with invariants checked, and with a clock that stands still, so that no run
+    depends on time."""
     return VhostStore(
-        root,
+        os.path.join(root, "data"),
         durability=durability,
         settings=replace(settings, **changes),
         disk=disk,
@@ -102,7 +103,3 @@ def crash_and_reopen(store: VhostStore, disk: FaultyDisk, mode: Any = "none", **
     store.abandon()
     after = disk.crash(mode=mode)
     return open_engine(disk.root, after, durability=store.durability, settings=store.settings, **changes), after
-
-
-def files_below(disk: Disk, path: str) -> Iterator[str]:
-    return (name for name in disk.walk(path))

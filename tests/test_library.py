@@ -38,6 +38,7 @@ from warren.errors import (
     StorePathError,
     WarrenError,
 )
+from warren.kernel.checksum import crc32c
 from warren.storage.layout import JOURNAL_MAGIC, hashed, pack_header
 from warren.storage.settings import EngineSettings
 
@@ -265,8 +266,6 @@ def test_a_newer_journal_is_refused_and_can_still_be_opened_by_its_owner(tmp_pat
     data = journal.read_bytes()
     header = bytearray(pack_header(JOURNAL_MAGIC, 1))
     header[4] = 9
-    from warren.kernel.checksum import crc32c
-
     header[60:] = crc32c(bytes(header[:60])).to_bytes(4, "little")
     journal.write_bytes(bytes(header) + data[64:])
     with pytest.raises(StoreFormatError, match="version 9"):
@@ -444,19 +443,24 @@ def test_a_body_is_any_bytes(queue, body):
 
 
 @pytest.mark.parametrize("size", [4000, 4096, 5000, 100_000, 1024 * 1024 + 1, 2 * 1024 * 1024 + 77])
-@pytest.mark.parametrize("persistent", [True, False])
-def test_a_body_of_any_size_comes_back(store, queue, size, persistent):
+@pytest.mark.parametrize(
+    ("kind", "persistent"), [("variable", True), ("variable", False), ("volatile", True), ("sqlite", True)]
+)
+def test_a_body_of_any_size_comes_back(store, size, kind, persistent):
     body = os.urandom(size)
+    queue = store.queue("q", arguments={"x-backing-queue": kind})
     queue.publish(body, persistent=persistent)
     queue.publish_many([body, b"small", body], persistent=persistent)
     store.sync()
     assert bodies(queue.get_many(10)) == [body, body, b"small", body]
     with reopened(store) as store:
-        expected = [body, body, b"small", body] if persistent else []
+        expected = [body, body, b"small", body] if persistent and kind != "volatile" else []
         queue = store.queue("q")
         messages = queue.get_many(10)
         assert bodies(messages) == expected
         queue.ack_many(messages)
+        store.sync()
+        assert store.info()["persistent_store"]["valid_bytes"] == 0
 
 
 @pytest.mark.parametrize("body", ["text", None, 5, ["x"], object()])

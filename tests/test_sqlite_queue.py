@@ -63,9 +63,7 @@ class Bench:
         """(body, redelivered, delivery count), as a consumer is shown them."""
         backing = self.backing
         entries = backing.fetch(count)
-        made = deliveries(
-            Delivery, entries, self.queue, backing.redelivered_below, backing.returned, backing.counts
-        )
+        made = deliveries(Delivery, entries, self.queue, backing.redelivered_below, backing.returned, backing.counts)
         return [(delivery.entry.body, delivery.redelivered, delivery.delivery_count) for delivery in made]
 
     def browse(self, start: int = 0) -> list[tuple[bytes, bool]]:
@@ -772,7 +770,11 @@ def _look(bench: Bench) -> tuple[Any, ...]:
         backing.pending_pairs(),
         None if head is None else head.seq,
         [(entry.seq, entry.head, entry.body, unacked) for entry, unacked in there],
-        [(delivery.redelivered, delivery.delivery_count) for delivery in shown],
+        [
+            (delivery.redelivered, delivery.delivery_count)
+            for delivery, (_, unacked) in zip(shown, there, strict=True)
+            if not unacked
+        ],
     )
 
 
@@ -984,11 +986,11 @@ def test_a_file_of_a_newer_warren_is_refused_and_left_as_it_is(sqlite):
 
 def test_sqlite_finds_pending_messages_by_seq_id_and_the_head_by_the_index(sqlite):
     """A plan that walks through all pending or all ready messages would be quadratic."""
-    from warren.storage.sqlite_queue import _IN_ORDER, _THESE
+    from warren.storage.sqlite_queue import _IN_ORDER, _IN_STATE
 
     db = sqlite.backing.database
     for clause, values, wanted in (
-        (_THESE, ("[1]", 1), "SEARCH messages USING INTEGER PRIMARY KEY"),
+        (_IN_STATE, ("[1]", 1), "SEARCH messages USING INTEGER PRIMARY KEY"),
         (f"WHERE state = ? {_IN_ORDER}", (0, 1), "SEARCH messages USING INDEX messages_in_order (state=?)"),
     ):
         plan = [row[3].decode() for row in db.rows(f"EXPLAIN QUERY PLAN SELECT * FROM messages {clause}", *values)]

@@ -36,7 +36,7 @@ class DurabilityError(WarrenError):
 
 
 class InvalidArgumentError(WarrenError, TypeError, ValueError):
-    """A value of a wrong type, or one that is not possible: a body that is not bytes, a property that AMQP cannot carry."""
+    """A value of a wrong type, or one that cannot be: a body that is not bytes, a header that AMQP cannot carry."""
 
 
 class QueueArgumentError(WarrenError, ValueError):

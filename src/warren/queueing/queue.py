@@ -232,7 +232,7 @@ class Queue:
         """Bodies over 1 MiB go to files of their own, in slices, without the lock: nobody's commit waits for them."""
         limit = self._store.settings.large_body_bytes
         self._store.check_size(largest)
-        if largest <= limit:
+        if largest <= limit or self.arguments.backing_queue != "variable":  # the others keep their bodies themselves
             return self._enqueue(entries, expiry, priority)
         written: list[bytes] = []
         try:

@@ -5,7 +5,8 @@ what already reached a segment is recognised by its slot.
 
     1  carry     a queue with little left in the sealed files has it repeated in the newest one; commit
     2  bodies    .qs appended, synced (and the directory, for new files)
-    3  slots     .qi filled, ack batches appended to .qa, segments without a live slot unlinked; all synced
+    3  slots     .qi filled, ack batches appended to .qa, .qi of segments without a live slot unlinked; all synced, then
+                 the rest of those segments unlinked: a .qi that came back without its .qa would bring acked messages back
     4  switch    with the lock: overlay rows are gone, slots are alive; acks that came meanwhile are taken over
     5  files     queues that are kept in SQLite commit what they changed (`sqlite_queue.py`)
     6  floor     journal/FLOOR is replaced; only then are journal files below it unlinked
@@ -13,6 +14,8 @@ what already reached a segment is recognised by its slot.
 The lock is held for steps 1, 4 and 5 queue by queue, and for small pieces of the others; no publisher waits for a sync,
 except for that of a queue in SQLite.
 Files that many queues touched are synced by one syncfs.
+
+A run that fails for want of disk may be repeated: what it took it gives back, and what it wrote is written again.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Protocol
 
 from warren.kernel.journal_codec import check_record
 from warren.kernel.overlay import ROW_BYTES, row_pairs, split_rows, unpack_rows
+from warren.kernel.ranges import RangeSet
 from warren.kernel.segment_codec import SLOT_BYTES, convert_rows, measure_rows
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.journal import Journal
@@ -89,6 +93,7 @@ class _Touched:
         self._files.clear()
 
 
+_Batch = tuple[Segment, list[int], dict[int, int]]  # acks as slot, count, ...; delivery counts by slot
 _Slots = list[tuple[QueueIndex, Segment, list[tuple[int, bytes]]]]  # runs that wait for their bodies to be synced
 
 
@@ -103,6 +108,9 @@ class Checkpoint:
         self._bodies = _Touched(disk, root, settings.sync_all_above)
         self._slots = _Touched(disk, root, settings.sync_all_above)
         self._moved: list[tuple[QueueIndex, bytes]] = []
+        self._batches: list[tuple[QueueIndex, _Batch]] = []  # acks and counts taken from segments
+        self._dropped: list[tuple[QueueIndex, int]] = []  # segments whose .qi was unlinked
+        self._renamed: list[QueueIndex] = []  # whose directory is synced with the slots
 
     def run(self, carry_below: int | None = None) -> bool:
         with self._owner.lock:
@@ -117,11 +125,15 @@ class Checkpoint:
             for index, rows in self._moved:
                 with self._owner.lock:
                     index.take_over(rows)
+        except BaseException:
+            self._give_back()
+            raise
         finally:
             for file in self._sealed.values():
                 file.close()
             self._bodies.close()
             self._slots.close()
+        self._unlink_dropped()
         self._owner.commit_databases()
         self._journal.move_floor(upto + 1)
         with self._owner.lock:
@@ -144,7 +156,7 @@ class Checkpoint:
                     self._carry_queue(index, upto)
         with self._owner.lock:
             for seqs in self._owner.seq_ids():
-                if 0 < seqs.file <= upto:
+                if 0 <= seqs.file <= upto:
                     seqs.carry()
             self._owner.carry_state(upto)
         self._owner.commit()  # acks that were under way for carried rows are synced by this, too
@@ -196,8 +208,7 @@ class Checkpoint:
         wanted = measure_rows(rows, data, start)
         with self._owner.lock:  # reserve the place: transient messages are paged out to the same file
             segment = index.segment(number)
-            if index.ensure_created(segment):
-                self._bodies.directories.add(index.files.directory)
+            index.ensure_created(segment)
             offset = segment.qs_end
             segment.qs_end += wanted
         target = self._open(self._bodies, index, segment, "qs", BODIES_MAGIC)
@@ -225,9 +236,7 @@ class Checkpoint:
         file = touched.get(path)
         if file is None:
             with self._owner.lock:
-                file, made = index.open_append(segment, suffix, magic)
-            if made:
-                touched.directories.add(index.files.directory)
+                file = index.open_append(segment, suffix, magic)
             touched.add(path, file)
         return file
 
@@ -236,37 +245,49 @@ class Checkpoint:
         with self._owner.lock:
             lsn = self._journal.synced_lsn
             indexes = self._owner.indexes()
-        moving = {index: set(row_pairs_segments(rows, index.segment_size)) for index, rows in self._moved}
+        moving = {index: RangeSet(row_pairs(rows)) for index, rows in self._moved}
         for index in indexes:
             with self._owner.lock:
-                batches = self._take_unsaved(index, moving.get(index, set()))
+                batches = self._take_unsaved(index, moving.get(index, RangeSet()))
             for segment, acks, counts in batches:
                 file = self._open(self._slots, index, segment, "qa", ACKS_MAGIC)
                 file.append(index.files.ack_batch(lsn, acks, counts))
+            with self._owner.lock:
+                if index.names_changed:
+                    index.names_changed = False
+                    self._renamed.append(index)
+                    self._slots.directories.add(index.files.directory)
 
-    def _take_unsaved(
-        self, index: QueueIndex, moving: set[int]
-    ) -> list[tuple[Segment, list[int], dict[int, int]]]:
+    def _take_unsaved(self, index: QueueIndex, moving: RangeSet) -> list[_Batch]:
+        size = index.segment_size
         for seq in list(index.counts_unsaved):
-            number, slot = divmod(seq, index.segment_size)
-            if number in index.segments and (number in moving or index.overlay.locate(seq) is None):
+            number, slot = divmod(seq, size)
+            if number in index.segments and (seq in moving or index.overlay.locate(seq) is None):
                 index.segments[number].counts[slot] = index.counts_unsaved.pop(seq)
-        out = []
+        out: list[_Batch] = []
         for segment in list(index.segments.values()):
-            if segment.empty and segment.number not in moving:
+            base = segment.number * size
+            if segment.empty and not moving.count_in(base, base + size):
                 index.drop_segment(segment.number)
-                self._slots.directories.add(index.files.directory)
+                self._dropped.append((index, segment.number))
             elif segment.unsaved or segment.counts:
                 out.append((segment, segment.unsaved, segment.counts))
                 segment.unsaved, segment.counts = [], {}
+        self._batches += [(index, batch) for batch in out]
         return out
 
+    def _unlink_dropped(self) -> None:
+        for index, number in self._dropped:
+            with self._owner.lock:
+                if number not in index.segments:  # it may be back; then old bodies and acks are in nobody's way
+                    index.files.unlink_rest(number)
 
-def row_pairs_segments(rows: bytes, segment_size: int) -> list[int]:
-    """Numbers of the segments that packed rows belong to."""
-    pairs = row_pairs(rows)
-    return [
-        number
-        for i in range(0, len(pairs), 2)
-        for number in range(pairs[i] // segment_size, (pairs[i] + pairs[i + 1] - 1) // segment_size + 1)
-    ]
+    def _give_back(self) -> None:
+        with self._owner.lock:
+            for index, (segment, acks, counts) in self._batches:
+                segment.unsaved = acks + segment.unsaved
+                base = segment.number * index.segment_size
+                for slot, count in counts.items():
+                    index.counts_unsaved.setdefault(base + slot, count)
+            for index in self._renamed:
+                index.names_changed = True

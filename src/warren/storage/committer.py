@@ -55,6 +55,12 @@ class _Batch:
         if self.journal is not None:
             self.journal.run()
 
+    @property
+    def poisoned(self) -> bool:
+        """A sync of the message store failed, so what its files hold is unknown. (The journal's block is written anew by
+        the next `run`, whatever became of it.)"""
+        return self.store is not None and self.store.poisoned
+
     def done(self) -> None:
         if self.store is not None:
             self.store.done()
@@ -107,6 +113,21 @@ class Committer:
                 failure.__cause__ = error
                 self.failed = failure
 
+    def trouble(self, error: OSError) -> WarrenError:
+        """What to raise for an error of the disk outside of a commit."""
+        if error.errno in _FULL:
+            self._give_up_reserve()
+            return DiskFullError(
+                f"the disk of {self._root} is full; nothing is lost. Free some room, or consume messages: what could not "
+                "be done now is done later"
+            )
+        self.fail(error)
+        return self.failed or StoreFailedError(str(error))
+
+    def has_room(self, size: int) -> bool:
+        """May upkeep write `size` bytes? On a full disk it leaves the reserve to acks."""
+        return not self.full or self._disk.free_bytes(self._root) >= size + self._reserve_bytes
+
     def close(self) -> None:
         with self._lock:
             if self.failed is None:
@@ -120,7 +141,7 @@ class Committer:
             self.check()
             if lsn is None:
                 lsn = self._journal.appended_lsn
-            if self._journal.synced_lsn >= lsn:
+            if self._journal.synced_lsn >= lsn and not self._sync_store:
                 return
             if not self._leader:
                 self._leader = True
@@ -138,10 +159,11 @@ class Committer:
 
     def commit(self, sync_store: bool = False) -> None:
         """Commit what is in the buffer now; with `sync_store`, bodies are synced in `os` durability, too."""
-        if sync_store:
-            with self._lock:
-                self._sync_store = True
+        with self._lock:
+            self._sync_store = self._sync_store or sync_store
         self.sync()
+        while sync_store and self._sync_store:  # the commit that this call waited for had begun before
+            self.sync()
 
     def _lead(self) -> None:
         """Run one commit and hand on the lead. Requires: this thread is the leader."""
@@ -178,7 +200,7 @@ class Committer:
         try:
             batch.run()
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _FULL or batch.poisoned:
                 self.fail(error)
                 raise self.failed or error from error
             self._give_up_reserve()
@@ -189,7 +211,7 @@ class Committer:
         try:
             batch.run()
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _FULL or batch.poisoned:
                 self.fail(error)
                 raise self.failed or error from error
             with self._lock:
@@ -224,10 +246,12 @@ class Committer:
         if not self._reserve_bytes:
             return True
         try:
-            if not self._disk.exists(self._reserve_path):
+            if not self._reserve_is_there():
                 if self._disk.free_bytes(self._root) < 2 * self._reserve_bytes:
                     self.full = True
                     return False
+                with contextlib.suppress(FileNotFoundError):
+                    self._disk.unlink(self._reserve_path)
                 file = self._disk.create(self._reserve_path)
                 try:
                     file.reserve(self._reserve_bytes)
@@ -241,6 +265,12 @@ class Committer:
             with contextlib.suppress(OSError):
                 self._disk.unlink(self._reserve_path)
         return not self.full
+
+    def _reserve_is_there(self) -> bool:
+        """Whole: a crash may have left a part of it."""
+        return (
+            self._disk.exists(self._reserve_path) and self._disk.size(self._reserve_path) >= self._reserve_bytes
+        )
 
     def _give_up_reserve(self) -> None:
         self.full = True

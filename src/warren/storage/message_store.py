@@ -184,6 +184,11 @@ class Commit:
         finally:
             self.running = False
 
+    @property
+    def poisoned(self) -> bool:
+        """A sync has failed."""
+        return self._failed is not None
+
     def _sync_files(self) -> None:
         for file in self._unsynced:
             file.sync()
@@ -368,12 +373,12 @@ class MessageStore:
         """The payload. Raises MessageMissing, or MessageDamaged where the disk does not have what was written."""
         flying = self._flying.get(msg_id)
         if flying is not None:
-            return _joined(flying.payload)
+            return flying.payload if isinstance(flying.payload, bytes) else b"".join(flying.payload)
         payload = self._unwritten.get(msg_id)
         if payload is None:
             payload = self._cache.get(msg_id)
         if payload is not None:
-            return _joined(payload)
+            return payload if isinstance(payload, bytes) else b"".join(payload)
         row = self.index.get(msg_id)
         if row is None:
             raise MessageMissing(msg_id)
@@ -698,3 +703,7 @@ def _size_of(payload: Payload) -> int:
 def _check_size(size: int) -> None:
     if size + RECORD_OVERHEAD_BYTES > MAX_RECORD_BYTES:
         raise MessageTooLargeError(f"a message of {size} bytes; the message store holds up to {MAX_RECORD_BYTES}")
+
+
+def _joined(payload: Payload) -> bytes:
+    return payload if isinstance(payload, bytes) else b"".join(payload)

@@ -7,7 +7,8 @@ vhost's journal has them. `commit` is the checkpoint of this file, so it follows
 
 SQLite recognises damage only where it breaks a page. So every row has a checksum, over all that never changes:
 
-2. A message whose row does not fit its checksum is never handed out.
+2. A message whose row does not fit its checksum is never handed out. The index, which knows the order, is compared with
+   the table after a dirty stop, and with its own digest of the stop after a clean one.
 3. All damage is met in one way, at a start or later: what can be read is copied, row by row, to `salvage.db`, and what
    cannot is reported. That file is used from then on. With its first commit the damaged one goes to `quarantine/` as a
    whole, and `salvage.db` takes its name. A crash before that leaves the damaged file in its place, to begin anew.
@@ -20,6 +21,7 @@ The table can be read with the `sqlite3` command, also while the queue is in use
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 import struct
@@ -91,8 +93,10 @@ class _Damaged(Exception):
 class QueueDatabase:
     """Requires: the engine's lock. Without a directory the messages are in a file that goes with the process."""
 
-    def __init__(self, disk: Disk, directory: str | None, quarantine: str, report: Report, *, check: bool) -> None:
-        """`check`: the last stop was dirty, look at everything."""
+    def __init__(
+        self, disk: Disk, directory: str | None, quarantine: str, report: Report, *, digest: int | None = None
+    ) -> None:
+        """`digest`: what `digest()` was at a clean stop. Without it, or where it differs, everything is looked at."""
         self._disk = disk
         self._directory = directory
         self._quarantine = quarantine
@@ -110,7 +114,7 @@ class QueueDatabase:
         except sqlite3.Error as error:
             raise self._fail(error) from error
         try:
-            self._open(check)
+            self._open(digest)
         except BaseException:
             self.close()
             raise
@@ -123,16 +127,15 @@ class QueueDatabase:
         db.text_factory = bytes
         return db
 
-    def _open(self, check: bool) -> None:
+    def _open(self, digest: int | None) -> None:
         try:
             self.is_new = not self._db.execute("PRAGMA page_count").fetchone()[0]
             if self.is_new:
                 self._create(self._db)
             self._log_ahead()
-            self._db.execute("BEGIN IMMEDIATE")  # a damaged header may forbid to write
-            self._db.execute("ROLLBACK")
-            problem = self._problem(check)
-        except sqlite3.Error as error:
+            self._try_to_write()
+            problem = self._problem(digest)
+        except (sqlite3.Error, UnicodeError) as error:  # the latter: a message of SQLite quotes what is damaged
             if _kind(error) in _ENVIRONMENT or not self.path or not os.access(self.path, os.W_OK):
                 raise self._fail(error) from error
             problem = str(error)
@@ -150,6 +153,14 @@ class QueueDatabase:
         if self._directory is not None:
             self._disk.sync_dir(self._directory)
 
+    def _try_to_write(self) -> None:
+        """A damaged header may say that the file is read-only, and nothing else tells."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            self._db.execute("UPDATE state SET format = format")
+        finally:
+            self._db.execute("ROLLBACK")
+
     def _log_ahead(self) -> None:
         self._db.execute("PRAGMA synchronous = FULL")
         if self.path:
@@ -161,7 +172,7 @@ class QueueDatabase:
         if self._broken is None:
             self._broken = StoreClosedError(f"{self.path} was closed")
 
-    def _fail(self, error: sqlite3.Error) -> WarrenError:
+    def _fail(self, error: Exception) -> WarrenError:
         """From now on everything is refused: SQLite may have undone the transaction, but the journal has it."""
         if self._broken is None:
             kind = DiskFullError if _kind(error) == sqlite3.SQLITE_FULL else StoreFailedError
@@ -176,14 +187,10 @@ class QueueDatabase:
     def messages(self, clause: str, *values: Any) -> list[Entry]:
         """Messages with their bodies; `clause` is what follows FROM messages. Each fits its checksum."""
         while True:
-            entries = []
-            for row in self.rows(f"SELECT {_WHOLE} FROM messages {clause}", *values):
-                if not _is_sound(row):
-                    self._salvage(f"the row of seq_id {row[0]} does not fit its checksum")
-                    break
-                entries.append(_entry(row, row[7], row[8]))
-            else:
-                return entries
+            rows = self.rows(f"SELECT {_WHOLE} FROM messages {clause}", *values)
+            if all(map(_is_sound, rows)):
+                return [_entry(row, row[7], row[8]) for row in rows]
+            self._salvage("a row does not fit its checksum")
 
     def places(self, clause: str, *values: Any) -> list[Entry]:
         """Messages without head and body."""
@@ -197,8 +204,15 @@ class QueueDatabase:
         return self._run(lambda db: db.execute(sql, values).fetchall())
 
     def change(self, sql: str, *values: Any) -> int:
-        """One statement of the open transaction, which may be run twice; how many rows it changed."""
+        """One statement of the open transaction; how many rows it changed."""
         return self._run(lambda db: self._begun(db).execute(sql, values).rowcount)
+
+    def change_each(self, entries: list[Entry], sql: str, *values: Any) -> None:
+        """One statement that has to change just the rows of `entries`: its last value is their seq_ids, as JSON."""
+        seqs = json.dumps([entry.seq for entry in entries])
+        if self.change(sql, *values, seqs) != len(entries):
+            self._salvage("a row that was read is not found again")
+            self.change(sql, *values, seqs)
 
     def insert(self, entries: Iterable[Entry], state: int, *, replace: bool = True) -> None:
         """New messages. `replace=False`: one that is there already stays as it is."""
@@ -269,7 +283,7 @@ class QueueDatabase:
 
     # -- damage ------------------------------------------------------------------------------------------------------
 
-    def _problem(self, check: bool) -> str | None:
+    def _problem(self, digest: int | None) -> str | None:
         """What is wrong with the file. Raises StoreFormatError when a newer Warren wrote it."""
         db = self._db
         found = dict(db.execute("SELECT name, sql FROM sqlite_schema").fetchall())
@@ -283,15 +297,27 @@ class QueueDatabase:
                 f"{self.path} has format version {states[0][0]}; this Warren reads version {_FORMAT}. "
                 "Open it with the Warren that wrote it, or a newer one"
             )
-        if check:
-            # Not quick_check, which does not compare the index with the table: the order of the queue is in the index.
-            complaint = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
-            if complaint != b"ok":
-                return str(complaint.decode(errors="replace"))
-            for row in db.execute(f"SELECT {_WHOLE}, {_MARKS} FROM messages NOT INDEXED"):
-                if not _is_sound(row) or _marks(row) != row[-3:]:
-                    return f"the row of seq_id {row[0]} does not fit its checksum"
+        if digest is not None and digest == self.digest():
+            return None
+        # Not quick_check, which does not compare the index with the table.
+        complaint = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        if complaint != b"ok":
+            return str(complaint.decode(errors="replace"))
+        for row in db.execute(f"SELECT {_WHOLE}, {_MARKS} FROM messages NOT INDEXED"):
+            if not _is_sound(row) or _marks(row) != row[-3:]:
+                return f"the row of seq_id {row[0]} does not fit its checksum"
         return None
+
+    def digest(self) -> int:
+        """A checksum over the index: which messages there are, in which order and state."""
+        crc = 0
+        rows = self._db.execute(
+            "SELECT state, level, seq, size, persistent, redelivered, delivery_count FROM messages "
+            "INDEXED BY messages_in_order ORDER BY state, level DESC, seq"
+        )
+        while some := rows.fetchmany(1024):
+            crc = crc32c(repr(some).encode(), crc)
+        return crc
 
     def _salvage(self, why: str) -> None:
         """Copy what can be read, uncommitted changes too, to a new file, in a transaction that is left open."""
@@ -448,7 +474,7 @@ def _old_state(db: sqlite3.Connection) -> _Row:
 # -- reading a damaged file --------------------------------------------------------------------------------------------
 
 
-def _kind(error: sqlite3.Error) -> int:
+def _kind(error: Exception) -> int:
     """The low byte is the kind; the others say more of where it happened."""
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)) & 0xFF
 
@@ -459,7 +485,7 @@ def _next_row(db: sqlite3.Connection, seq: int) -> _Row | None:
         row: _Row | None = db.execute(
             f"SELECT {_WHOLE}, {_MARKS} FROM messages NOT INDEXED WHERE seq > ? ORDER BY seq LIMIT 1", (seq,)
         ).fetchone()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeError) as error:
         raise _Damaged(str(error)) from error
     if row is not None and row[0] <= seq:
         raise _Damaged("the rows are out of order")

@@ -68,6 +68,7 @@ class QueueIndex:
         self.files = SegmentFiles(disk, directory, sid, segment_size)
         self.segment_size = segment_size
         self.counts_unsaved: dict[int, int] = {}  # delivery counts that are only in the journal
+        self.names_changed = False  # files were made or unlinked since the directory was synced
         self._disk = disk
         self._boot = boot
         self._journal = journal
@@ -137,7 +138,7 @@ class QueueIndex:
         """Small transient messages go to the segments, bodies and slots, unsynced. Requires: they hold their bodies."""
         for segment, group in self._by_segment(entries):
             self.ensure_created(segment)
-            file, _ = self.open_append(segment, "qs", BODIES_MAGIC)
+            file = self.open_append(segment, "qs", BODIES_MAGIC)
             try:
                 data = encode_bodies(group, self.sid, segment.qs_end)
                 file.pwrite(data, segment.qs_end)
@@ -150,7 +151,7 @@ class QueueIndex:
         """Positions of transient messages go to .qi, unsynced."""
         for segment, group in self._by_segment(entries):
             self.ensure_created(segment)
-            file, _ = self.open_append(segment, "qi", INDEX_MAGIC)
+            file = self.open_append(segment, "qi", INDEX_MAGIC)
             try:
                 for slot, data in encode_slots(group, self.sid, self.segment_size, self._boot):
                     file.pwrite(data, HEADER_BYTES + slot * SLOT_BYTES)
@@ -170,14 +171,17 @@ class QueueIndex:
             segment = self.segments[number] = Segment(number, self.segment_size)
         return segment
 
-    def ensure_created(self, segment: Segment) -> bool:
-        """Whether names were made that a directory sync has to make safe."""
-        return False if segment.created else self.files.create(segment)
+    def ensure_created(self, segment: Segment) -> None:
+        if not segment.created:
+            self.names_changed = True
+            self.files.create(segment)
 
-    def open_append(self, segment: Segment, suffix: str, magic: bytes) -> tuple[DiskFile, bool]:
+    def open_append(self, segment: Segment, suffix: str, magic: bytes) -> DiskFile:
         """A handle for writing. A cached reader may stand for the file before a snapshot's copy: drop it."""
         self._handles.drop(self.files.path(segment.number, suffix))
-        return self.files.open_append(segment.number, suffix, magic)
+        file, made = self.files.open_append(segment.number, suffix, magic)
+        self.names_changed = self.names_changed or made
+        return file
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -306,10 +310,11 @@ class QueueIndex:
         self._lose(seq, [])
 
     def drop_segment(self, number: int) -> None:
-        """Unlink a segment that has nothing alive."""
+        """A segment that has nothing alive goes: its .qi at once, the rest is the checkpoint's business."""
         for suffix in ("qi", "qs"):
             self._handles.drop(self.files.path(number, suffix))
-        self.files.unlink(number)
+        self.names_changed = True
+        self.files.unlink_index(number)
         del self.segments[number]
 
     # -- counting ----------------------------------------------------------------------------------------------------

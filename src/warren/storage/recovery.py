@@ -5,7 +5,9 @@ is erased as soon as it was read, so it can never describe a store that has chan
 
 Dirty, for the whole vhost: FLOOR, then the journal files from there on, then headers, slots and ack batches of every
 segment; bodies are not read. Acks of the journal are applied to slots; a message that is in the journal and in a slot
-(a checkpoint was cut short) is taken from the slot. The message store is counted anew from what is alive.
+(a checkpoint was cut short) is taken from the journal, and an ack that is in the journal and in .qa counts as not saved:
+who was killed before the sync, or was told that it failed, cannot know what of it is on the platter, and what is read now
+may be only in the page cache. The next checkpoint writes it again. The message store is counted anew from what is alive.
 
 Records of a uid that the metadata does not know are dropped: the queue was deleted.
 """
@@ -25,15 +27,16 @@ from typing import Any
 from warren.kernel.checksum import crc32c
 from warren.kernel.entry import IN_STORE, PERSISTENT, Entry
 from warren.kernel.journal_codec import DEDUP, read_publishes, replay
-from warren.kernel.overlay import Overlay, split_rows
+from warren.kernel.overlay import Overlay, row_pairs, split_rows
 from warren.kernel.ranges import RangeSet
 from warren.storage.disk import Disk
 from warren.storage.journal import list_files, read_floor
 from warren.storage.layout import HEADER_BYTES, JOURNAL_MAGIC, journal_path, unpack_header
 from warren.storage.ledger import Ledger
 from warren.storage.queue_index import QueueIndex
-from warren.storage.segment import Report, Segment
+from warren.storage.segment import Report
 
+TERMS_NAME = "recovery"
 _TERMS = struct.Struct("<4sIQ")  # magic, length of the JSON, length of the store's terms; JSON; terms; CRC of all
 _TERMS_MAGIC = b"WRNR"
 _SPAN_BYTES = 4 * 1024 * 1024
@@ -111,23 +114,21 @@ def recover_stream(disk: Disk, directory: str, index: QueueIndex, state: Journal
     total = 0
     stop = overlay.last_seq() + 1
     size = index.segment_size
+    dead: list[int] = []
     for number in index.files.numbers():
-        segment, live_bytes, refs, segment_counts = index.files.recover(number, boot, report)
-        base = number * size
+        found = index.files.recover(number, boot, acks, report)
+        segment, base = found.segment, number * size
         stop = max(stop, base + size)
-        if acks:
-            total += _apply_acks(segment, base, size, acks, refs, live_bytes)
-        else:
-            total += live_bytes
+        for first, length in _pairs(row_pairs(overlay.rows_between(base, base + size, size))):
+            segment.kill(first - base, length, [])
         if segment.empty and not segment.unsaved:
-            index.files.unlink(number)
+            dead.append(number)
             continue
+        total += found.live_bytes()
         index.segments[number] = segment
-        stored += [(base + slot, msg_id) for slot, msg_id in refs if segment.live[slot >> 3] & 1 << (slot & 7)]
-        counts.update((base + slot, count) for slot, count in segment_counts.items())
-    for first, length in _pairs(index.live_pairs(0, stop)) if stop else ():
-        overlay.forget(first, length)
-    overlay.squeeze()
+        stored += [(base + slot, msg_id) for slot, msg_id in found.refs if segment.is_live(slot)]
+        counts.update((base + slot, count) for slot, count in found.counts.items())
+    index.files.clear_away(dead)
     journal_count, journal_bytes = overlay.live_totals()
     for entry in _stored_in_journal(disk, directory, overlay, size, report):
         stored.append((entry.seq, entry.msg_id))
@@ -151,22 +152,10 @@ def _pairs(flat: list[int]) -> list[tuple[int, int]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _apply_acks(
-    segment: Segment, base: int, size: int, acks: RangeSet, refs: list[tuple[int, bytes]], live_bytes: int
-) -> int:
-    """Acks of the journal hit slots: they are dead, and .qa does not have them yet. Payload bytes that stay."""
-    cleared: list[int] = []
-    before = segment.live_count
-    for first, count in _pairs(acks.pairs(base, base + size)):
-        segment.kill(first - base, count, cleared)
-    segment.unsaved += cleared
-    return live_bytes * segment.live_count // before if before else 0
-
-
 def _is_live(index: QueueIndex, seq: int) -> bool:
     number, slot = divmod(seq, index.segment_size)
     segment = index.segments.get(number)
-    if segment is not None and segment.live[slot >> 3] & 1 << (slot & 7):
+    if segment is not None and segment.is_live(slot):
         return True
     return index.overlay.locate(seq) is not None
 
@@ -223,12 +212,12 @@ def write_terms(disk: Disk, root: str, terms: dict[str, Any], store_terms: bytes
     """The last act of a clean stop."""
     text = json.dumps({**terms, "written_at": time.time()}, separators=(",", ":")).encode()
     data = _TERMS.pack(_TERMS_MAGIC, len(text), len(store_terms)) + text + store_terms
-    disk.replace(os.path.join(root, "recovery"), data + struct.pack("<I", crc32c(data)))
+    disk.replace(os.path.join(root, TERMS_NAME), data + struct.pack("<I", crc32c(data)))
 
 
 def take_terms(disk: Disk, root: str, report: Report) -> tuple[dict[str, Any], bytes] | None:
     """Read the terms and erase them; None: the last stop was dirty, or they are damaged."""
-    path = os.path.join(root, "recovery")
+    path = os.path.join(root, TERMS_NAME)
     if not disk.exists(path):
         return None
     data = disk.read(path)

@@ -12,11 +12,14 @@ Before a file that a snapshot shares is appended to, it is replaced by a copy: t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Callable
+from typing import NamedTuple
 
 from warren.kernel.checksum import crc32c
+from warren.kernel.ranges import RangeSet
 from warren.kernel.segment_codec import SLOT_BYTES, clear_bits, live_bytes, scan_slots, set_bits
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.layout import (
@@ -58,6 +61,9 @@ class Segment:
     def empty(self) -> bool:
         return self.live_count == 0 and self.unsynced == 0
 
+    def is_live(self, slot: int) -> bool:
+        return bool(self.live[slot >> 3] & 1 << (slot & 7))
+
     def add(self, first: int, count: int) -> None:
         """Slots were written."""
         self.live_count += int(set_bits(self.live, first, count))
@@ -67,6 +73,19 @@ class Segment:
         gone = int(clear_bits(self.live, first, count, cleared))
         self.live_count -= gone
         return gone
+
+
+class FoundSegment(NamedTuple):
+    """What a dirty start read of a segment."""
+
+    segment: Segment
+    slots: bytes
+    refs: list[tuple[int, bytes]]  # slot and msg_id of what refers to the message store; perhaps acked
+    counts: dict[int, int]  # slot -> delivery count
+
+    def live_bytes(self) -> int:
+        """Payload of the live slots."""
+        return int(live_bytes(self.slots, self.segment.live))
 
 
 class SegmentFiles:
@@ -93,11 +112,15 @@ class SegmentFiles:
         return sorted(int(stem) for stem in stems if stem.isdigit())
 
     def open_append(self, number: int, suffix: str, magic: bytes) -> tuple[DiskFile, bool]:
-        """A handle for writing, and whether a name was made that `sync_dir` has to make safe."""
+        """A handle for writing, and whether a name was made, which only `sync_dir` makes safe."""
         path = self.path(number, suffix)
         if not self._disk.exists(path):
             file = self._disk.create(path)
-            file.append(pack_header(magic, self.sid, number * self.segment_size, self.segment_size))
+            try:
+                file.append(pack_header(magic, self.sid, number * self.segment_size, self.segment_size))
+            except BaseException:
+                file.close()
+                raise
             return file, True
         file = self._disk.open(path)
         if file.links() == 1:
@@ -110,24 +133,42 @@ class SegmentFiles:
         self._disk.replace(path, data)
         return self._disk.open(path), False
 
-    def create(self, segment: Segment) -> bool:
-        """Make .qi and .qs; whether a directory sync is due."""
+    def create(self, segment: Segment) -> None:
+        """Make .qi and .qs."""
         self._disk.make_dirs(self._directory)
-        fresh = False
         for suffix, magic in (("qi", INDEX_MAGIC), ("qs", BODIES_MAGIC)):
-            file, made = self.open_append(segment.number, suffix, magic)
+            file, _ = self.open_append(segment.number, suffix, magic)
             if suffix == "qs":
                 segment.qs_end = max(segment.qs_end, file.size)
             file.close()
-            fresh = fresh or made
         segment.created = True
-        return fresh
 
-    def unlink(self, number: int) -> None:
-        for suffix in ("qa", "qs", "qi"):
+    def unlink_index(self, number: int) -> None:
+        """The segment is no more once the directory is synced; only then may the rest go, or its acks would be lost."""
+        path = self.path(number, "qi")
+        if self._disk.exists(path):
+            self._disk.unlink(path)
+
+    def unlink_rest(self, number: int) -> None:
+        """What is left of a segment that has no .qi. Best effort: alone it says nothing."""
+        for suffix in ("qs", "qa"):
             path = self.path(number, suffix)
             if self._disk.exists(path):
-                self._disk.unlink(path)
+                with contextlib.suppress(OSError):
+                    self._disk.unlink(path)
+
+    def clear_away(self, dead: list[int]) -> None:
+        """At a dirty start: unlink segments that have nothing alive, and what a crash left of those before them."""
+        for number in dead:
+            self.unlink_index(number)
+        if dead:
+            self._disk.sync_dir(self._directory)
+        names = self._disk.listdir(self._directory)
+        for name in names:
+            stem, _, suffix = name.partition(".")
+            if suffix.endswith(".tmp") or (suffix in ("qs", "qa") and f"{stem}.qi" not in names):
+                with contextlib.suppress(OSError):
+                    self._disk.unlink(os.path.join(self._directory, name))
 
     # -- .qa ---------------------------------------------------------------------------------------------------------
 
@@ -189,40 +230,34 @@ class SegmentFiles:
 
     # -- recovery ----------------------------------------------------------------------------------------------------
 
-    def recover(
-        self, number: int, boot: int, report: Report
-    ) -> tuple[Segment, int, list[tuple[int, bytes]], dict[int, int]]:
-        """Rebuild a segment from its files: itself, payload bytes alive, store references alive (slot, msg_id), counts."""
+    def recover(self, number: int, boot: int, acked: RangeSet | None, report: Report) -> FoundSegment:
+        """Rebuild a segment from its files; `acked` are the acks of the journal."""
         segment = Segment(number, self.segment_size)
         path = self.path(number, "qi")
         data = self._disk.read(path)
         if unpack_header(INDEX_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
             report(path, 0, min(len(data), HEADER_BYTES), -1, "header of an index segment; its slots are still read")
         slots = data[HEADER_BYTES : HEADER_BYTES + self.segment_size * SLOT_BYTES]
+        slots = slots[: len(slots) // SLOT_BYTES * SLOT_BYTES]
         first = number * self.segment_size
         refs: list[tuple[int, bytes]] = []
         damaged: list[int] = []
-        kept, total, written, _, _ = scan_slots(slots, first, self.sid, boot, segment.live, refs, damaged)
+        kept, _, written, _, _ = scan_slots(slots, first, self.sid, boot, segment.live, refs, damaged)
         segment.live_count = kept
-        torn = len(slots) % SLOT_BYTES
-        if torn:
-            slots = slots[:-torn]
         for slot in damaged:
             report(path, HEADER_BYTES + slot * SLOT_BYTES, SLOT_BYTES, first + slot, "slot")
         trailer = data[HEADER_BYTES + self.segment_size * SLOT_BYTES :]
         segment.trailer = len(trailer) >= _TRAILER.size and self._trailer_holds(trailer, slots, written)
+        pairs = acked.pairs(first, first + self.segment_size) if acked else []
+        for i in range(0, len(pairs), 2):
+            segment.kill(pairs[i] - first, pairs[i + 1], segment.unsaved)
         acks, counts = self.read_ack_batches(number, report)
-        killed: list[int] = []
         for i in range(0, len(acks), 2):
-            segment.kill(acks[i], acks[i + 1], killed)
-        if killed:
-            refs = [(slot, msg_id) for slot, msg_id in refs if segment.live[slot >> 3] & 1 << (slot & 7)]
-            total = live_bytes(slots, segment.live)
-        segment.created = True
+            segment.kill(acks[i], acks[i + 1], [])
         bodies = self.path(number, "qs")
-        segment.qs_end = max(HEADER_BYTES, self._disk.size(bodies)) if self._disk.exists(bodies) else HEADER_BYTES
         segment.created = self._disk.exists(bodies)
-        return segment, int(total), refs, counts
+        segment.qs_end = max(HEADER_BYTES, self._disk.size(bodies)) if segment.created else HEADER_BYTES
+        return FoundSegment(segment, slots, refs, counts)
 
     # -- the trailer -------------------------------------------------------------------------------------------------
 

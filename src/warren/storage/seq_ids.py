@@ -22,7 +22,7 @@ class SeqIds:
         self.uid = uid
         self.next = next_seq
         self.reserved = reserved  # safe up to here
-        self.file = 0  # journal file of the newest reservation
+        self.file = -1  # journal file of the newest reservation; -1: there is none
 
     def available(self, count: int) -> bool:
         """May `count` be taken now? Asks for a reservation where it runs low; False: sync the journal, then try again."""

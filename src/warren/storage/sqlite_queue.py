@@ -40,8 +40,11 @@ T = TypeVar("T")
 _by_seq = attrgetter("seq")
 
 _IN_ORDER = "ORDER BY level DESC, seq LIMIT ?"
+_EACH = "WHERE seq IN (SELECT value FROM json_each(?))"
 # The plus keeps SQLite from walking through all pending messages: they are found by their seq_ids.
-_THESE = "WHERE seq IN (SELECT value FROM json_each(?)) AND +state = ?"
+_IN_STATE = f"{_EACH} AND +state = ?"
+# By way of the index, which has all that the inner query asks for: no body is passed on the way.
+_DELETE_TRANSIENT = "DELETE FROM messages WHERE seq IN (SELECT seq FROM messages WHERE persistent = 0)"
 _FOLD_ROWS = 64  # read at once, with their bodies
 _SPAN_BYTES = 4 * 1024 * 1024  # one read of the journal
 
@@ -79,9 +82,9 @@ class SqliteQueue:
         if recovered is not None:
             self.redelivered_below = recovered["redelivered_below"]
             change = self.database.change
-            change("DELETE FROM messages WHERE persistent = 0")
+            change(_DELETE_TRANSIENT)
             change("UPDATE messages SET redelivered = 1 WHERE state = ?", PENDING)
-            change("UPDATE messages SET state = ? WHERE state != ?", READY, READY)
+            change("UPDATE messages SET state = ? WHERE state IN (?, ?)", READY, PENDING, LEASED)
             leased = recovered["leased"]
             for first, count in zip(leased[::2], leased[1::2], strict=True):
                 change("UPDATE messages SET state = ? WHERE seq >= ? AND seq < ?", LEASED, first, first + count)
@@ -114,9 +117,9 @@ class SqliteQueue:
             self.database.insert(entries, READY, replace=False)
 
     def terminate(self) -> dict[str, Any]:
-        self.database.change("DELETE FROM messages WHERE persistent = 0")
+        self.database.change(_DELETE_TRANSIENT)
         self.commit()
-        return {"redelivered_below": self.redelivered_below}
+        return {"redelivered_below": self.redelivered_below, "digest": self.database.digest()}
 
     def delete_and_terminate(self) -> None:
         self.database.close()
@@ -239,7 +242,7 @@ class SqliteQueue:
 
     def _move(self, entries: list[Entry], state: int) -> None:
         """Ready messages become pending or leased ones."""
-        self.database.change(f"UPDATE messages SET state = ? {_THESE}", state, _seqs(entries), READY)
+        self.database.change_each(entries, f"UPDATE messages SET state = ? {_EACH}", state)
         size = total_size(entries)
         self._ready -= len(entries)
         self._ready_bytes -= size
@@ -251,7 +254,7 @@ class SqliteQueue:
         if record is not None:
             for sid, group in self._by_sid(entries):
                 self._journal.buffer.append_ranges(record, sid, entry_ranges(group))
-        self.database.change("DELETE FROM messages WHERE seq IN (SELECT value FROM json_each(?))", _seqs(entries))
+        self.database.change_each(entries, f"DELETE FROM messages {_EACH}")
         for entry in entries:
             self.counts.pop(entry.seq, None)
             self.returned.remove(entry.seq, 1)
@@ -301,26 +304,25 @@ class SqliteQueue:
         return _those_of(seqs, found)
 
     def _in_state(self, seqs: list[int], state: int) -> list[Entry]:
-        return self.database.places(_THESE, json.dumps(seqs), state)
+        return self.database.places(_IN_STATE, json.dumps(seqs), state)
 
     def requeue(self, seqs: list[int], count_delivery: bool = True) -> list[int]:
         found = self._in_state(seqs, PENDING)
-        self._put_back(found, PENDING, count_delivery)
+        self._put_back(found, count_delivery)
         return _those_of(seqs, found)
 
-    def _put_back(self, entries: list[Entry], state: int, count_delivery: bool) -> None:
+    def _put_back(self, entries: list[Entry], count_delivery: bool) -> None:
         if count_delivery:
             for entry in entries:
                 self.counts[entry.seq] = self.counts.get(entry.seq, 0) + 1
             for sid, group in self._by_sid(entries) if self.durable else ():
                 counts = [(entry.seq, self.counts[entry.seq]) for entry in group]
                 self._journal.buffer.append_requeue(sid, counts)
-        self.database.change(
-            f"UPDATE messages SET state = ?, redelivered = 1, delivery_count = delivery_count + ? {_THESE}",
+        self.database.change_each(
+            entries,
+            f"UPDATE messages SET state = ?, redelivered = 1, delivery_count = delivery_count + ? {_EACH}",
             READY,
             int(count_delivery),
-            _seqs(entries),
-            state,
         )
         self.returned.add_pairs(entry_ranges(sorted(entries, key=_by_seq)))
         size = total_size(entries)
@@ -390,7 +392,7 @@ class SqliteQueue:
                 clause = "WHERE seq >= ? AND seq < ? AND +state = ?"
                 found += self.database.places(clause, first, first + count, LEASED)
         if requeue:
-            self._put_back(found, LEASED, count_delivery=False)
+            self._put_back(found, count_delivery=False)
         else:
             self._pending -= len(found)
             self._pending_bytes -= total_size(found)
@@ -502,10 +504,6 @@ class SqliteQueue:
             lengths = self.database.rows("SELECT level, count(*) FROM messages WHERE state = ? GROUP BY level", READY)
             info["priority_lengths"] = dict.fromkeys(range(self._top + 1), 0) | dict(lengths)
         return info
-
-
-def _seqs(entries: list[Entry]) -> str:
-    return json.dumps([entry.seq for entry in entries])
 
 
 def _those_of(seqs: list[int], found: list[Entry]) -> list[int]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -61,6 +61,11 @@ T = TypeVar("T")
 _by_seq = attrgetter("seq")
 _READ_AHEAD = 256  # bodies read at once for single fetches
 _READ_AHEAD_BYTES = 1024 * 1024
+
+
+def _twos(flat: list[int]) -> Iterator[tuple[int, int]]:
+    """A flat list first, count, ... as pairs."""
+    return zip(flat[::2], flat[1::2], strict=True)
 
 
 class VariableQueue:
@@ -135,10 +140,11 @@ class VariableQueue:
         pending.add_pairs(seq_ranges(sorted(self._ram_pending)))
         pending.add_pairs(self._disk_pending.pairs())
         pending.remove_pairs(self._leased.pairs())
+        alive = RangeSet(self.index.live_pairs(0, self.seqs.next) if pending or self.counts else ())
         return {
             "redelivered_below": self.redelivered_below,
-            "returned": pending.pairs(),
-            "counts": self.counts,
+            "returned": [n for first, count in _twos(pending.pairs()) for n in alive.pairs(first, first + count)],
+            "counts": {seq: count for seq, count in self.counts.items() if seq in alive},
             "stored": self._stored,
             "bytes": total,
         }

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from warren.errors import (
+    DiskFullError,
     DurabilityError,
     MessageTooLargeError,
     QueueNotFoundError,
@@ -47,6 +48,7 @@ from warren.storage.queue_database import QueueDatabase
 from warren.storage.queue_index import QueueIndex
 from warren.storage.rates import MemoryMonitor
 from warren.storage.recovery import (
+    TERMS_NAME,
     JournalReplay,
     StreamRecovery,
     pack_segments,
@@ -147,6 +149,11 @@ class VhostStore:
             self.disk.make_dirs(self.root)
             for part in ("journal", "queues"):
                 self.disk.make_dirs(os.path.join(self.root, part))
+            # Who made these names may have been killed before it synced them.
+            for path in (self.root, os.path.dirname(self.root), data_directory):
+                self.disk.sync_dir(path)
+            with contextlib.suppress(PermissionError):
+                self.disk.sync_dir(os.path.dirname(os.path.abspath(data_directory)))
         except (NotADirectoryError, FileExistsError) as error:
             raise StorePathError(f"{data_directory} is a file, or lies below one; give a directory") from error
         except PermissionError as error:
@@ -177,7 +184,7 @@ class VhostStore:
         records = [record for record in self.metadata.queues() if record.durable]
         if self.durability == "memory":
             self._refuse_memory(records)
-        taken = take_terms(self.disk, self.root, self.report)
+        taken = self._take_terms()
         indexes: dict[int, QueueIndex] = {}
         replayed: JournalReplay | None = None
         if taken is None:
@@ -235,6 +242,10 @@ class VhostStore:
                 assert replayed is not None
                 self._recover_queue(record, streams, found, replayed)
         self.clean_start = taken is not None
+        if replayed is not None and replayed.last_file:
+            # What was read may be in the page cache only: names above all, of segments made or unlinked. (For contents
+            # see `recovery.py`.) From here on a checkpoint relies on it.
+            self.disk.sync_all(self.root)
         self.committer = Committer(
             self.lock, self.disk, self.root, self.journal, self.store, settings.reserve_bytes
         )
@@ -244,22 +255,25 @@ class VhostStore:
 
     def _refuse_memory(self, records: list[QueueRecord]) -> None:
         kept = os.path.join(self.root, "queues")
+        # A clean stop leaves a journal of reservations, without messages.
+        stopped = self.disk.exists(os.path.join(self.root, TERMS_NAME))
         files = [name for name in self.disk.listdir(os.path.join(self.root, "journal")) if name.endswith(".wal")]
-        if records and (files or any(True for _ in self.disk.walk(kept))):
+        if records and ((files and not stopped) or any(True for _ in self.disk.walk(kept))):
             raise DurabilityError(
                 f"{self.root} holds persistent messages; durability='memory' would lose them. "
                 "Open it with 'fsync' or 'os', or use another directory"
             )
 
     def _begin(self) -> None:
-        """Make the start durable: reservations of seq_ids, and state that lives in the journal only."""
+        """Make the start durable: reservations of seq_ids. On a full disk that is tried again by the next commit; the
+        messages can be consumed all the same."""
         self.committer.take_reserve()
         if self.durability == "memory":
             return
         for queue in self.queues.values():
             queue.seqs.available(0)
-        self.ledger.carry(self.journal.buffer.file - 1 if self.clean_start else -1)
-        self.committer.commit()
+        with contextlib.suppress(DiskFullError):
+            self.committer.commit()
 
     def _index(self, record: QueueRecord, level: int) -> QueueIndex:
         directory = self._queue_directory(record)
@@ -280,30 +294,38 @@ class VhostStore:
     def _queue_directory(self, record: QueueRecord) -> str:
         return os.path.join(self.root, "queues", f"{hashed(record.name)}-{record.uid}")
 
-    def _open_stores(self, settings: EngineSettings, terms: bytes | None, found: list[StreamRecovery]) -> None:
+    def _take_terms(self) -> tuple[dict[str, Any], MessageStore] | None:
+        """What a clean stop left, and the message store as it was then; None: the start is a dirty one."""
+        taken = take_terms(self.disk, self.root, self.report)
+        if taken is None:
+            return None
         path = os.path.join(self.root, "msg_store_persistent")
-        sync = self.durability == "fsync"
+        try:
+            store = MessageStore.open_clean(
+                self.disk,
+                path,
+                index=self._store_index(path),
+                sync=self.durability == "fsync",
+                terms=taken[1],
+                file_size_limit=self.settings.store_file_bytes,
+                garbage_fraction=self.settings.garbage_fraction,
+            )
+        except TermsError as error:
+            log.warning("the message store does not fit the terms of the last stop; it is read again: %s", error)
+            return None
+        return taken[0], store
+
+    def _open_stores(
+        self, settings: EngineSettings, store: MessageStore | None, found: list[StreamRecovery]
+    ) -> None:
+        path = os.path.join(self.root, "msg_store_persistent")
         limit, fraction = settings.store_file_bytes, settings.garbage_fraction
-        store: MessageStore | None = None
-        if terms is not None:
-            with contextlib.suppress(TermsError):
-                store = MessageStore.open_clean(
-                    self.disk,
-                    path,
-                    index=self._store_index(path),
-                    sync=sync,
-                    terms=terms,
-                    file_size_limit=limit,
-                    garbage_fraction=fraction,
-                )
         if store is None:
-            if terms is not None:
-                raise TermsError(f"{path} does not fit its terms")
             store = MessageStore.open_dirty(
                 self.disk,
                 path,
                 index=self._store_index(path),
-                sync=sync,
+                sync=self.durability == "fsync",
                 refs=store_references(found),
                 quarantine=lambda p, o, n, why: self.report(p, o, n, -1, why),
                 progress=lambda done, total: self._progress("message store", done, total),
@@ -418,11 +440,11 @@ class VhostStore:
         self, record: QueueRecord, terms: dict[str, Any] | None, replayed: JournalReplay | None
     ) -> None:
         """From the terms of a clean stop, or with what the journal says after a dirty one."""
-        database = self._database(record, check=terms is None)
+        mine = terms["queues"][str(record.uid)] if terms is not None else None
+        database = self._database(record, mine["streams"]["0"]["digest"] if mine is not None else None)
         sids = [stream_id(record.uid, level) for level in range(_levels(record))]
         state: dict[str, Any] = {"leased": [number for sid in sids for number in self._leased(sid)]}
-        if terms is not None:
-            mine = terms["queues"][str(record.uid)]
+        if mine is not None:
             seqs = SeqIds(self.journal, record.uid, self.settings.reserve_ahead, mine["next"], mine["next"])
             state.update(mine["streams"]["0"])
             if database.is_new:
@@ -451,10 +473,10 @@ class VhostStore:
         backing.init(state)
         return queue
 
-    def _database(self, record: QueueRecord, *, check: bool) -> QueueDatabase:
+    def _database(self, record: QueueRecord, digest: int | None = None) -> QueueDatabase:
         safe = record.durable and self.durability != "memory"
         directory = self._queue_directory(record) if safe else None
-        return QueueDatabase(self.disk, directory, os.path.join(self.root, "quarantine"), self.report, check=check)
+        return QueueDatabase(self.disk, directory, os.path.join(self.root, "quarantine"), self.report, digest=digest)
 
     def _sqlite_queues(self) -> list[tuple[StoredQueue, SqliteQueue]]:
         return [(queue, queue.backing) for queue in self.queues.values() if isinstance(queue.backing, SqliteQueue)]
@@ -501,7 +523,7 @@ class VhostStore:
             if not durable or self.durability == "memory":
                 seqs.unlimited()  # no restart brings its uid back
             if _kind(record) == "sqlite":
-                return self._add_sqlite_queue(record, self._database(record, check=False), seqs)
+                return self._add_sqlite_queue(record, self._database(record), seqs)
             return self._add_queue(record, seqs, [self._index(record, n) for n in range(_levels(record))], None)
 
     def get(self, name: str) -> StoredQueue:
@@ -751,7 +773,7 @@ class VhostStore:
 
     def checkpoint(self, *, seal: bool = False, carry_below: int | None = None) -> bool:
         """Move what is in sealed journal files to segments; with `seal`, the current file first."""
-        with self._checkpoint_lock:
+        with self._checkpoint_lock, self._upkeep():
             return self._checkpoint(seal, carry_below)
 
     def _checkpoint(self, seal: bool, carry_below: int | None = None) -> bool:
@@ -760,6 +782,12 @@ class VhostStore:
         done = False
         upto = self.journal.sealed
         while self.journal.floor <= upto:
+            if self.committer.full:
+                # What it moves is there twice until the journal file goes, and acks must not starve meanwhile.
+                with self.lock:
+                    moving = sum(index.overlay.bytes_upto(self.journal.floor) for index in self.indexes())
+                if not self.committer.has_room(2 * moving):
+                    break
             run = Checkpoint(self, self.disk, self.root, self.journal, self.settings)
             done = run.run(carry_below) or done
         return done
@@ -780,6 +808,15 @@ class VhostStore:
                     yield
                     return
 
+    @contextlib.contextmanager
+    def _upkeep(self) -> Iterator[None]:
+        """Errors of the disk outside of a commit. For want of disk publishing stops, and the work is done another time;
+        after any other error what the disk holds is unknown, and the store has failed."""
+        try:
+            yield
+        except OSError as error:
+            raise self.committer.trouble(error) from error
+
     def compact(self) -> bool:
         """Merge two store files that are mostly garbage; whether there were any."""
         done = False
@@ -790,9 +827,12 @@ class VhostStore:
                 continue
             complete = False
             try:
-                complete = job.run(sync=store is self.store)
+                if self.committer.has_room(job.copy_bytes):
+                    complete = job.run(sync=store is self.store)
+            except OSError as error:  # the copy is dropped, and nothing refers to it
+                log.warning("compaction in %s failed: %s", store.path, error)
             finally:
-                with self.lock:
+                with self.lock, contextlib.suppress(OSError):
                     if complete:
                         job.commit()
                     else:
@@ -808,11 +848,12 @@ class VhostStore:
         if self.journal.sealed >= self.journal.floor or full:
             self.checkpoint(seal=full)
         self.compact()
-        if full:
-            self.committer.take_reserve()
-        with self.lock:
-            self.transient_store.flush()
-            self.monitor.update()
+        with self._upkeep():
+            if full:
+                self.committer.take_reserve()
+            with self.lock:
+                self.transient_store.flush()
+                self.monitor.update()
 
     def _maintain(self) -> None:
         interval = self.settings.commit_interval
@@ -843,7 +884,7 @@ class VhostStore:
     def snapshot(self, directory: str) -> str:
         """A consistent copy by hard links in `directory`, a data directory of its own; the vhost's root in it."""
         target = os.path.join(directory, "vhosts", os.path.basename(self.root))
-        with self.quiet():
+        with self.quiet(), self._upkeep():
             self.disk.make_dirs(target)
             self.store.seal()
             files = link_store(self.disk, self.root, target)
@@ -851,6 +892,7 @@ class VhostStore:
                 if queue.durable:
                     backing.backup(os.path.join(target, os.path.relpath(backing.database.path, self.root)))
             self.metadata.backup(os.path.join(target, "meta.db"))
+            self.disk.sync_all(target)  # a snapshot with a manifest is whole
             write_manifest(
                 self.disk,
                 target,
@@ -882,11 +924,13 @@ class VhostStore:
         try:
             with self._checkpoint_lock:
                 if self.durability != "memory":
-                    self._checkpoint(seal=True, carry_below=0)
-                    # The carried reservations and state are in a new file; the terms have them, too.
-                    self._roll()
-                    with self.lock:
-                        self._write_terms()
+                    with self._upkeep():
+                        self._checkpoint(seal=True, carry_below=0)
+                        # What the checkpoint carried (reservations, state) is in a new file; the terms have it, too, but
+                        # the file stays: the terms may be damaged, or the next start cut short after it took them.
+                        self._roll()
+                        with self.lock:
+                            self._write_terms()
         finally:
             self.committer.close()
             self._release()
@@ -910,17 +954,13 @@ class VhostStore:
                     state.update(segments=segments, low=low)
                     streams[str(number)] = state
             queues[str(queue.uid)] = {"next": queue.seqs.next, "streams": streams}
-        # Above the newest file: the journal begins with a new one, and nothing below it is needed.
-        next_file = self.journal.buffer.file
         terms = {
-            "journal": next_file,
-            "floor": next_file,
+            "journal": self.journal.buffer.file,
+            "floor": self.journal.floor,
             "lsn": self.journal.next_lsn,
             "queues": queues,
             "ledger": self.ledger.dump(),
         }
-        self.journal.move_floor(next_file)
-        self.journal.unlink_below_floor()
         write_terms(self.disk, self.root, terms, self.store.save_terms())
 
     def abandon(self) -> None:

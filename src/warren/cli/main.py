@@ -1,0 +1,38 @@
+"""The `warren` command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import warren
+from warren.cli import store
+
+app = typer.Typer(
+    name="warren",
+    help="Warren: durable queues, RabbitMQ-compatible.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(store.app, name="store", help="Look at, check, copy and restore data directories that no process owns.")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"warren {warren.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Warren: durable queues, RabbitMQ-compatible."""
+
+
+if __name__ == "__main__":
+    app()
