@@ -565,8 +565,6 @@ class BackingQueueMachine(RuleBasedStateMachine):
                     del model.messages[message.seq]
                 elif message.state == PENDING:
                     message.state, message.returned = READY, True
-                elif message.state == LEASED:
-                    message.returned = False  # set again by what ends the lease
             model.removed.clear()
             model.unconfirmed.clear()
             if name == "t":
@@ -684,6 +682,8 @@ class BackingQueueMachine(RuleBasedStateMachine):
             seen = sorted(self._contents(name))
             assert seen == sorted((m.seq, m.state != READY, m.body) for m in model.messages.values())
             assert self.store.get(name).backing.drain_confirmed() == []
+            for message in model.in_state(LEASED):  # set by what ends the lease, so it need not be kept
+                message.returned = message.returned and message.seq in self.store.get(name).backing.returned
 
     # -- what a crash may leave --------------------------------------------------------------------------------------
 
@@ -729,7 +729,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
         for seq, message in model.messages.items():
             message.removed = 0
             message.safe = synced
-            message.returned = False
+            message.returned = seq in backing.returned  # it makes no difference: all are below the bound
             message.state = LEASED if seq in leased else READY
             assert here[seq][0] == (seq in leased), f"{seq} is leased: {seq in leased}"
             certain = [count for lsn, count in message.history if lsn <= synced]
@@ -766,14 +766,11 @@ class BackingQueueMachine(RuleBasedStateMachine):
         if uncertain and not checkout.requeued and model.uid == checkout.uid and checkout.queue in self.store.queues:
             # Acked with the checkout's end, or still there with it.
             seqs = {seq for seq, _, _ in self._contents(checkout.queue)}
-            expected = {seq for seq in checkout.seqs if self._known(model, seq).persistent}
+            known = {**model.removed, **model.messages}
+            expected = {seq for seq in checkout.seqs if seq in known and known[seq].persistent}
             assert seqs & set(checkout.seqs) == (expected if is_here else set()), f"half of the end of {key}"
         checkout.settled = 0 if is_here else max(checkout.settled, 1)
         checkout.lsn = synced
-
-    @staticmethod
-    def _known(model: QueueModel, seq: int) -> Message:
-        return model.messages.get(seq) or model.removed[seq]
 
     # -- after every step --------------------------------------------------------------------------------------------
 

@@ -163,6 +163,16 @@ class _Inode:
     def last_write(self) -> _Write | None:
         return next((write for write in reversed(self.pending) if write.data), None)
 
+    def safe_image(self) -> _Image:
+        """What was synced, and nothing else."""
+        safe = [write for write in self.doubtful if write.synced]
+        if not safe:
+            return self.durable
+        image = self.durable.share().own()
+        for write in safe:
+            image.apply(write)
+        return image
+
     def torn_image(self, size: int) -> _Image:
         """Everything, but of the last write only its first `size` bytes."""
         last = self.last_write()
@@ -898,7 +908,7 @@ class FaultyDisk(Disk):
                 return torn[inode]
             if mode == "random":
                 return inode.random_image(rng, chance, zero_tails)
-            return inode.live if mode == "all" else inode.durable
+            return inode.live if mode == "all" else inode.safe_image()
 
         def revive(inode: _Inode) -> _Inode:
             if inode not in inodes:

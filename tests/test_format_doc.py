@@ -26,6 +26,7 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "format.md"
 ORDERS, DONE = stream_id(1), stream_id(2)
 PUBLISHED_AT = 1_767_225_600_000_000  # 2026-01-01T00:00:00 UTC, in microseconds
 SEGMENT_ENTRIES = 4096
+HEX_LINE = re.compile(r"([0-9a-f]{4})  ((?:[0-9a-f]{2} )*[0-9a-f]{2}(?: \* \d+)?)(?:   |$)")
 
 
 def text() -> str:
@@ -96,12 +97,12 @@ def built(directory: Path) -> dict[str, bytes]:
 
 
 def documented() -> dict[str, bytes]:
-    """The hex blocks of the document: "```hex <file>", then lines of an offset, bytes (`00 * 28` repeats) and a comment."""
+    """The blocks that begin with "```hex <file>": an offset, bytes (`00 * 28` is 28 times 00) and a comment a line."""
     found = {}
     for name, block in re.findall(r"^```hex (\S+)\n(.*?)^```$", text(), re.MULTILINE | re.DOTALL):
         data = b""
         for line in block.splitlines():
-            offset, numbers = re.match(r"([0-9a-f]{4})  ((?:[0-9a-f]{2} )*[0-9a-f]{2}(?: \* \d+)?)(?:   |$)", line).groups()
+            offset, numbers = HEX_LINE.match(line).groups()
             assert int(offset, 16) == len(data), f"{name}: {line}"
             byte, _, times = numbers.partition(" * ")
             data += bytes.fromhex(byte) * int(times or 1)
@@ -132,7 +133,8 @@ def test_the_code_reads_the_worked_example_as_the_document_tells_it(tmp_path):
     for name in ("0.qi", "0.qs", "0.qa"):
         (tmp_path / name).write_bytes(files[name])
     complaints: list[object] = []
-    found = SegmentFiles(Disk(), str(tmp_path), DONE, SEGMENT_ENTRIES).recover(0, 1, None, lambda *r: complaints.append(r))
+    files_of_done = SegmentFiles(Disk(), str(tmp_path), DONE, SEGMENT_ENTRIES)
+    found = files_of_done.recover(0, 1, None, lambda *report: complaints.append(report))
     assert (found.segment.live_count, complaints) == (0, [])
     rows, damage = store_table.scan_records(files["7.0.rdq"], HEADER_BYTES)
     assert (len(rows), damage) == (store_table.HINT_ROW_BYTES, [])
@@ -199,7 +201,7 @@ def test_the_sizes_in_the_grammar_are_those_of_the_structures():
         "hint row": store_format.HINT_ROW.size,
     }
     for what, size in sizes.items():
-        assert re.search(rf"^{what} +:= .*\b{size} bytes$", text(), re.MULTILINE), (what, size)
+        assert re.search(rf"^{what} +:= (?:.|\n {{8}})*?\b{size} bytes$", text(), re.MULTILINE), (what, size)
 
 
 def test_flags_that_live_in_ram_only_are_not_written(tmp_path):

@@ -7,6 +7,7 @@ import glob
 import os
 import random
 import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -730,7 +731,7 @@ def _run(pair: Pair, rng: random.Random, steps: int) -> None:
                 pair.same(lambda b: b.store.checkpoint(seal=True) is None)
             case "crash" | "restart" as step:
                 pair.same(lambda b: b.store.sync())
-                pair.same(lambda b: getattr(b, step)())  # noqa: B023
+                pair.same(lambda b: getattr(b, step)())
                 pending.clear()
                 number_there = {bench.queue.seqs.next for bench in pair.benches}
                 assert len(number_there) == 1
@@ -822,19 +823,16 @@ def test_a_flipped_bit_costs_at_most_what_is_reported(make_bench, tmp_path, stop
         bench.store.close()
     else:
         bench.store.abandon()
-    files = {name: open(name, "rb").read() for name in Disk().walk(bench.root)}
+    files = {name: Path(name).read_bytes() for name in Disk().walk(bench.root)}
     size = len(files[path])
-    # All of the header and the schema, and a sample of the rest.
-    header = range(0, 110 * 8)
-    bits = rng.sample(header, scale.scale(880)) + rng.sample(range(size * 8), scale.scale(2000))
+    header = range(110 * 8)
+    bits = rng.sample(header, scale.scale(400)) + rng.sample(range(size * 8), scale.scale(2000))
     lost = salvaged = 0
     for bit in bits:
         for name in set(Disk().walk(bench.root)) - set(files):
             os.unlink(name)
         for name, data in files.items():
-            os.makedirs(os.path.dirname(name), exist_ok=True)
-            with open(name, "wb") as file:
-                file.write(data)
+            Path(name).write_bytes(data)
         _flip(path, bit)
         bench.store = open_engine(bench.root)
         assert bench.store.clean_start == (stop == "clean")
@@ -849,11 +847,13 @@ def test_a_flipped_bit_costs_at_most_what_is_reported(make_bench, tmp_path, stop
             salvaged += 1
             bench.store.checkpoint(seal=True)
             assert _moved_away(bench), bit
+        left = bench.backing.pending_count  # a row that was read may have been lost when it was changed
+        assert left == len(found) or bench.reports(), bit
         bench.publish(b"goes on")
         assert bench.bodies() == [b"goes on"]
         bench.store.close()
         bench.store = open_engine(bench.root)
-        assert len(bench.backing) == len(found) + 1
+        assert len(bench.backing) == left + 1, bit
         assert not bench.reports()
         bench.store.abandon()
     assert salvaged > lost > 0

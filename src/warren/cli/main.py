@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
@@ -32,6 +33,8 @@ def _main(
     ] = False,
 ) -> None:
     """Warren: durable queues, RabbitMQ-compatible."""
+    # What the engine logs while a store is looked at, the commands show themselves; an error is one line.
+    logging.getLogger("warren").addHandler(logging.NullHandler())
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from warren.storage.disk import Disk, DiskFile
 from warren.storage.journal import Journal
 from warren.storage.layout import ACKS_MAGIC, BODIES_MAGIC, HEADER_BYTES, INDEX_MAGIC, journal_path
 from warren.storage.queue_index import QueueIndex
+from warren.storage.reading import read_around
 from warren.storage.segment import Segment
 from warren.storage.seq_ids import SeqIds
 from warren.storage.settings import EngineSettings
@@ -204,7 +205,7 @@ class Checkpoint:
         reader = self._sealed.get(file)
         if reader is None:
             reader = self._sealed[file] = self._journal.open_sealed(file)
-        data = reader.pread(stop - start, start)
+        data = read_around(lambda: reader, stop - start, start)
         wanted = measure_rows(rows, data, start)
         with self._owner.lock:  # reserve the place: transient messages are paged out to the same file
             segment = index.segment(number)

@@ -26,7 +26,7 @@ from warren.storage.journal import Journal, JournalCommit
 from warren.storage.message_store import Commit as StoreCommit
 from warren.storage.message_store import MessageStore
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Waiter:
@@ -115,7 +115,7 @@ class Committer:
 
     def trouble(self, error: OSError) -> WarrenError:
         """What to raise for an error of the disk outside of a commit."""
-        if error.errno in _FULL:
+        if error.errno in FULL:
             self._give_up_reserve()
             return DiskFullError(
                 f"the disk of {self._root} is full; nothing is lost. Free some room, or consume messages: what could not "
@@ -200,7 +200,7 @@ class Committer:
         try:
             batch.run()
         except OSError as error:
-            if error.errno not in _FULL or batch.poisoned:
+            if error.errno not in FULL or batch.poisoned:
                 self.fail(error)
                 raise self.failed or error from error
             self._give_up_reserve()
@@ -211,7 +211,7 @@ class Committer:
         try:
             batch.run()
         except OSError as error:
-            if error.errno not in _FULL or batch.poisoned:
+            if error.errno not in FULL or batch.poisoned:
                 self.fail(error)
                 raise self.failed or error from error
             with self._lock:
@@ -259,7 +259,7 @@ class Committer:
                     file.close()
             self.full = False
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             self.full = True
             with contextlib.suppress(OSError):

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 
 from warren.kernel.store_table import check_run, hint_rows
 from warren.storage.message_store import MessageStore
+from warren.storage.reading import read_around
 from warren.storage.store_format import HEADER_BYTES, HINT_ROW, DataFile
 
 BYTES_PER_SECOND = 64 * 1024 * 1024
@@ -124,7 +125,7 @@ class Job:
             reader = self._store.disk.open_read(file.path)
             try:
                 for batch in _batches(rows):
-                    data = b"".join(reader.pread(size, offset) for offset, size in _runs(batch))
+                    data = b"".join(read_around(lambda: reader, size, offset) for offset, size in _runs(batch))
                     packed = b"".join(HINT_ROW.pack(*row) for row in batch)
                     bad = check_run(data, packed)
                     if bad >= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from warren.storage.disk import Disk, DiskFile
+from warren.storage.reading import read_around
 
 
 class FileCache:
@@ -25,6 +26,10 @@ class FileCache:
         if len(self._open) > self._capacity:
             self._open.popitem(last=False)[1].close()
         return file
+
+    def read(self, path: str, count: int, offset: int) -> bytes:
+        """Up to `count` bytes at `offset`; what cannot be read is zeros (`reading.py`)."""
+        return read_around(lambda: self.get(path), count, offset)
 
     def drop(self, path: str) -> None:
         """The name is gone, or stands for another file now."""

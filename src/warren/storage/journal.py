@@ -29,6 +29,7 @@ from warren.kernel.checksum import crc32c
 from warren.kernel.journal_codec import RecordBuffer
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.layout import FLOOR_MAGIC, HEADER_BYTES, JOURNAL_MAGIC, journal_path, pack_header, unpack_header
+from warren.storage.reading import read_around, read_whole
 
 _FLOOR = struct.Struct("<4sIQI")
 
@@ -187,7 +188,7 @@ class Journal:
                 parts.append(block.peek(begin, stop - begin))
                 stop = begin
         if stop > start:
-            parts.append(self._reader(number).pread(stop - start, start))
+            parts.append(read_around(lambda: self._reader(number), stop - start, start))
         if len(parts) == 1:
             return parts[0]
         return b"".join(reversed(parts))
@@ -247,7 +248,7 @@ def read_floor(disk: Disk, directory: str) -> tuple[int, str | None]:
     path = os.path.join(directory, "FLOOR")
     why: str | None = None
     try:
-        data = disk.read(path)
+        data = read_whole(disk, path)
         magic, version, floor, crc = _FLOOR.unpack(data)
         if magic == FLOOR_MAGIC and version == 1 and crc == crc32c(data[:-4]):
             return int(floor), None
@@ -261,7 +262,7 @@ def read_floor(disk: Disk, directory: str) -> tuple[int, str | None]:
         path = journal_path(directory, number)
         file = disk.open_read(path)
         try:
-            header = unpack_header(JOURNAL_MAGIC, file.pread(HEADER_BYTES, 0), path)
+            header = unpack_header(JOURNAL_MAGIC, read_around(lambda: file, HEADER_BYTES, 0), path)
         finally:
             file.close()
         if header is not None:

@@ -385,7 +385,7 @@ class MessageStore:
         key, offset, size, _ = row
         file = self._files[key]
         try:
-            return unpack_record(self._readers.get(file.path).pread(size, offset), msg_id, size)
+            return unpack_record(self._readers.read(file.path, size, offset), msg_id, size)
         except ValueError as error:
             raise MessageDamaged(file.path, offset, size, str(error)) from error
         except OSError as error:
@@ -628,7 +628,7 @@ class MessageStore:
         saved = decode_terms(terms)
         if saved.index_kind != index.kind:
             raise TermsError(f"the terms of {path} are for an index of kind {saved.index_kind}, not {index.kind}")
-        saved.check_files(disk, path)
+        left = saved.check_files(disk, path)
         store = cls(disk, path, index=index, sync=sync, saved_index=saved.index_rows, **options)
         store._next_number = saved.next_number
         store._next_key = saved.next_key
@@ -638,6 +638,11 @@ class MessageStore:
             store._next_generation = max(store._next_generation, file.generation + 1)
             store.register(file)
             store._drop_if_empty(file)
+        for name in left:
+            parsed = parse_name(name)
+            store._next_generation = max(store._next_generation, parsed.generation + 1 if parsed is not None else 0)
+            with contextlib.suppress(OSError):
+                disk.unlink(os.path.join(path, name))
         return store
 
     @classmethod
@@ -703,7 +708,3 @@ def _size_of(payload: Payload) -> int:
 def _check_size(size: int) -> None:
     if size + RECORD_OVERHEAD_BYTES > MAX_RECORD_BYTES:
         raise MessageTooLargeError(f"a message of {size} bytes; the message store holds up to {MAX_RECORD_BYTES}")
-
-
-def _joined(payload: Payload) -> bytes:
-    return payload if isinstance(payload, bytes) else b"".join(payload)

@@ -236,7 +236,7 @@ class QueueIndex:
         path = self.files.path(number, "qs")
         damaged: list[Entry] = []
         try:
-            data = self._handles.get(path).pread(high - low, low)
+            data = self._handles.read(path, high - low, low)
         except FileNotFoundError:
             data = b""
         fill_bodies(entries, data, low, self.sid, damaged)
@@ -281,7 +281,7 @@ class QueueIndex:
             damaged: list[int] = []
             path = self.files.path(segment.number, "qi")
             base = segment.number * self.segment_size
-            data = self._handles.get(path).pread(count * SLOT_BYTES, HEADER_BYTES + slot * SLOT_BYTES)
+            data = self._handles.read(path, count * SLOT_BYTES, HEADER_BYTES + slot * SLOT_BYTES)
             short = count - len(data) // SLOT_BYTES
             if short:
                 cut = slot + len(data) // SLOT_BYTES
@@ -339,8 +339,9 @@ class QueueIndex:
         total = 0
         for number, segment in self.segments.items():
             if segment.live_count:
-                file = self._handles.get(self.files.path(number, "qi"))
-                total += live_bytes(file.pread(self.segment_size * SLOT_BYTES, HEADER_BYTES), segment.live)
+                path = self.files.path(number, "qi")
+                slots = self._handles.read(path, self.segment_size * SLOT_BYTES, HEADER_BYTES)
+                total += live_bytes(slots, segment.live)
         return total
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from warren.storage.journal import list_files, read_floor
 from warren.storage.layout import HEADER_BYTES, JOURNAL_MAGIC, journal_path, unpack_header
 from warren.storage.ledger import Ledger
 from warren.storage.queue_index import QueueIndex
+from warren.storage.reading import read_around, read_whole
 from warren.storage.segment import Report
 
 TERMS_NAME = "recovery"
@@ -68,7 +69,7 @@ def replay_journal(
     needed = [number for number in numbers if number >= floor]
     for done, number in enumerate(needed):
         path = journal_path(directory, number)
-        data = disk.read(path)
+        data = read_whole(disk, path)
         if unpack_header(JOURNAL_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
             report(path, 0, min(len(data), HEADER_BYTES), -1, "header of a journal file; its records are still read")
         others: list[tuple[int, Any]] = []
@@ -176,7 +177,8 @@ def _stored_in_journal(disk: Disk, directory: str, overlay: Overlay, segment_siz
     for _, number, start, stop, rows in split_rows(overlay.stored_rows(), segment_size, _SPAN_BYTES):
         file = disk.open_read(journal_path(directory, number))
         try:
-            read_publishes(rows, file.pread(stop - start, start), start, entries, damaged)
+            data = read_around(lambda: file, stop - start, start)
+            read_publishes(rows, data, start, entries, damaged)
         finally:
             file.close()
     return [entry for entry in entries if entry.flags & IN_STORE and entry.flags & PERSISTENT]
@@ -220,7 +222,7 @@ def take_terms(disk: Disk, root: str, report: Report) -> tuple[dict[str, Any], b
     path = os.path.join(root, TERMS_NAME)
     if not disk.exists(path):
         return None
-    data = disk.read(path)
+    data = read_whole(disk, path)
     sound = len(data) >= _TERMS.size + 4 and struct.unpack("<I", data[-4:])[0] == crc32c(data[:-4])
     if not sound:
         report(path, 0, len(data), -1, "recovery terms do not check out; everything is read again")

@@ -31,6 +31,7 @@ from warren.storage.layout import (
     pack_header,
     unpack_header,
 )
+from warren.storage.reading import read_whole
 
 # magic, number of entries, LSN, length of the entries, CRC of sid, these 20 bytes and the entries
 _BATCH = struct.Struct("<4sIQII")
@@ -190,7 +191,7 @@ class SegmentFiles:
         counts: dict[int, int] = {}
         if not self._disk.exists(path):
             return acks, counts
-        data = self._disk.read(path)
+        data = read_whole(self._disk, path)
         if unpack_header(ACKS_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
             report(path, 0, min(len(data), HEADER_BYTES), -1, "header of an ack file")
         at = HEADER_BYTES
@@ -234,7 +235,7 @@ class SegmentFiles:
         """Rebuild a segment from its files; `acked` are the acks of the journal."""
         segment = Segment(number, self.segment_size)
         path = self.path(number, "qi")
-        data = self._disk.read(path)
+        data = read_whole(self._disk, path)
         if unpack_header(INDEX_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
             report(path, 0, min(len(data), HEADER_BYTES), -1, "header of an index segment; its slots are still read")
         slots = data[HEADER_BYTES : HEADER_BYTES + self.segment_size * SLOT_BYTES]

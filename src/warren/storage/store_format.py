@@ -120,6 +120,7 @@ from warren.errors import StoreFormatError, WarrenError
 from warren.kernel.checksum import crc32c
 from warren.kernel.store_table import HINT_ROW_BYTES, hint_rows, scan_records
 from warren.storage.disk import Disk, DiskFile
+from warren.storage.reading import read_around, read_whole
 
 VERSION = 1
 DATA_MAGIC = b"WARRNRDQ"
@@ -256,15 +257,18 @@ class StoreTerms(NamedTuple):
     next_number: int
     next_key: int
 
-    def check_files(self, disk: Disk, path: str) -> None:
-        """Raises TermsError unless `path` has exactly these data files, with these sizes."""
+    def check_files(self, disk: Disk, path: str) -> list[str]:
+        """Raises TermsError unless `path` has these data files, with these sizes. The names of those that it has besides:
+        they could not be unlinked, or came back after a power loss, and nothing refers to them."""
         expected = {file_name(file.number, file.generation, DATA_SUFFIX): file.size for file in self.files}
-        if sorted(expected) != [name for name in disk.listdir(path) if name.endswith(DATA_SUFFIX)]:
+        names = [name for name in disk.listdir(path) if name.endswith(DATA_SUFFIX)]
+        if not expected.keys() <= set(names):
             raise TermsError(f"{path} has not the files that its terms name")
         for name, size in expected.items():
             found = disk.size(os.path.join(path, name))
             if found != size:
                 raise TermsError(f"{name} in {path} has {found} bytes, not {size}")
+        return [name for name in names if name not in expected]
 
 
 def encode_terms(terms: StoreTerms) -> bytes:
@@ -416,7 +420,7 @@ class DataFile:
         self.sealed = True
         handle = self._disk.open_read(self.path)
         try:
-            header = handle.pread(HEADER_BYTES, 0)
+            header = read_around(lambda: handle, HEADER_BYTES, 0)
         finally:
             handle.close()
         trouble = check_data_header(header, self.number, self.generation)
@@ -425,7 +429,7 @@ class DataFile:
         rows = self.read_hint()
         self.hinted = rows is not None
         if rows is None:
-            rows, damage = scan_records(self._disk.read(self.path), HEADER_BYTES)
+            rows, damage = scan_records(read_whole(self._disk, self.path), HEADER_BYTES)
             for offset, length in damage:
                 if offset + length == self.size:
                     torn.append((self.path, offset, length, "the end of the file holds no whole record"))
@@ -520,9 +524,11 @@ class LargeWrite:
         self.synced = sync
 
     def abort(self) -> None:
-        """Remove what was written; for an upload that was given up, not for one that the store adopted."""
+        """Remove what was written; for an upload that was given up, not for one that the store adopted. What cannot be
+        removed is left to the next dirty start."""
         if self._handle is not None:
             self._handle.close()
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 self._disk.unlink(self._part_path)
-            self.file.unlink()
+            with contextlib.suppress(OSError):
+                self.file.unlink()

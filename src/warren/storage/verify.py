@@ -175,7 +175,7 @@ class _Verifier:
         self._progress("", self._total, self._total)
         return self._report
 
-    # -- helpers -----------------------------------------------------------------------------------------------------
+    # -- reading and reporting ---------------------------------------------------------------------------------------
 
     def _relative(self, path: str) -> str:
         return os.path.relpath(path, self._root)

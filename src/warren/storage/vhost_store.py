@@ -15,89 +15,42 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from warren.errors import (
-    DiskFullError,
-    DurabilityError,
     MessageTooLargeError,
     QueueNotFoundError,
-    StorePathError,
 )
 from warren.kernel.entry import IN_STORE, PERSISTENT, Entry
 from warren.kernel.journal_codec import CHECKOUT, DEDUP, LEASE
-from warren.kernel.overlay import HIDDEN, LIVE, Overlay
+from warren.kernel.overlay import HIDDEN, LIVE
 from warren.storage import compaction
-from warren.storage.backing_queue import BackingQueue, Checkout
+from warren.storage.backing_queue import Checkout
 from warren.storage.checkpoint import Checkpoint
-from warren.storage.committer import Committer
-from warren.storage.context import DEBUG, QueueContext
+from warren.storage.committer import FULL
+from warren.storage.context import DEBUG
 from warren.storage.disk import Disk
-from warren.storage.file_cache import FileCache
-from warren.storage.journal import Journal, read_floor
-from warren.storage.layout import hashed, stream_id
-from warren.storage.ledger import Ledger
-from warren.storage.lock import DirectoryLock
-from warren.storage.message_store import MessageStore
-from warren.storage.metadata import Metadata, QueueRecord
+from warren.storage.metadata import QueueRecord
 from warren.storage.payload import join_payload
 from warren.storage.priority_queue import PriorityQueue
-from warren.storage.quarantine import Quarantine
-from warren.storage.queue_database import QueueDatabase
 from warren.storage.queue_index import QueueIndex
-from warren.storage.rates import MemoryMonitor
 from warren.storage.recovery import (
-    TERMS_NAME,
-    JournalReplay,
-    StreamRecovery,
     pack_segments,
-    recover_stream,
-    replay_journal,
-    store_references,
-    take_terms,
-    unpack_segments,
     write_terms,
 )
 from warren.storage.seq_ids import SeqIds
 from warren.storage.settings import EngineSettings
 from warren.storage.snapshot import link_store, write_manifest
 from warren.storage.sqlite_queue import SqliteQueue
-from warren.storage.store_format import TermsError
-from warren.storage.store_index import LmdbIndex, StoreIndex, TableIndex
-from warren.storage.variable_queue import VariableQueue
-from warren.storage.volatile_queue import VolatileQueue
+from warren.storage.stored_queue import StoredQueue, backing_kind, journal_target, level_count
+from warren.storage.vhost_opening import DURABILITIES, VhostOpening
 
 log = logging.getLogger("warren.storage")
 
-DURABILITIES = ("fsync", "os", "memory")
-BACKING_QUEUES = ("variable", "volatile", "sqlite")
+__all__ = ["DURABILITIES", "StoredQueue", "VhostStore"]
 
 
-@dataclass(slots=True)
-class StoredQueue:
-    """A queue that exists: what it was declared with, and what keeps its messages."""
-
-    record: QueueRecord
-    backing: BackingQueue
-    seqs: SeqIds
-    indexes: list[QueueIndex]
-    directory: str
-
-    @property
-    def name(self) -> str:
-        return self.record.name
-
-    @property
-    def uid(self) -> int:
-        return self.record.uid
-
-    @property
-    def durable(self) -> bool:
-        return self.record.durable
-
-
-class VhostStore:
+class VhostStore(VhostOpening):
     def __init__(
         self,
         data_directory: str,
@@ -111,399 +64,26 @@ class VhostStore:
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        if durability not in DURABILITIES:
-            raise DurabilityError(f"durability is {durability!r}; it can be {', '.join(map(repr, DURABILITIES))}")
-        self.vhost = vhost
-        self.durability = durability
-        self.settings = settings or EngineSettings()
-        self.disk = disk or Disk()
-        self.lock = threading.RLock()
-        self.root = os.path.join(data_directory, "vhosts", hashed(vhost))
-        self.queues: dict[str, StoredQueue] = {}
-        self.clean_start = False
         self.closed = False
-        self._debug = debug
-        self._clock = clock
-        self._progress = progress or (lambda what, done, total: None)
         self._checkpoint_lock = threading.Lock()  # taken before `lock`; held by checkpoint, delete, snapshot, close
         self._wake = threading.Event()
         self._awake = False  # the thread was told that there is something to commit
-        self._commit_bytes = self.settings.commit_bytes
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._make_root(data_directory)
-        self._directory_lock = DirectoryLock(os.path.join(self.root, ".lock"))
-        try:
-            self._open()
-        except BaseException:
-            self._directory_lock.release()
-            raise
+        super().__init__(
+            data_directory,
+            vhost,
+            durability=durability,
+            settings=settings,
+            disk=disk,
+            debug=debug,
+            clock=clock,
+            progress=progress,
+        )
+        self._commit_bytes = self.settings.commit_bytes
         if background:
             self._thread = threading.Thread(target=self._maintain, name=f"warren {vhost}", daemon=True)
             self._thread.start()
-
-    # -- opening -----------------------------------------------------------------------------------------------------
-
-    def _make_root(self, data_directory: str) -> None:
-        try:
-            self.disk.make_dirs(self.root)
-            for part in ("journal", "queues"):
-                self.disk.make_dirs(os.path.join(self.root, part))
-            # Who made these names may have been killed before it synced them.
-            for path in (self.root, os.path.dirname(self.root), data_directory):
-                self.disk.sync_dir(path)
-            with contextlib.suppress(PermissionError):
-                self.disk.sync_dir(os.path.dirname(os.path.abspath(data_directory)))
-        except (NotADirectoryError, FileExistsError) as error:
-            raise StorePathError(f"{data_directory} is a file, or lies below one; give a directory") from error
-        except PermissionError as error:
-            raise StorePathError(
-                f"cannot write to {data_directory}: permission denied. Give a directory that this user may write to"
-            ) from error
-        name = os.path.join(self.root, ".vhost")
-        if not self.disk.exists(name):
-            self.disk.replace(name, self.vhost.encode())
-
-    def _open(self) -> None:
-        settings = self.settings
-        self.quarantine = Quarantine(self.disk, self.root, self._log_damage)
-        self.metadata = Metadata(os.path.join(self.root, "meta.db"))
-        try:
-            self._recover(settings)
-        except BaseException:
-            self._close_databases()
-            self.metadata.close()
-            raise
-
-    def _recover(self, settings: EngineSettings) -> None:
-        boot = self.metadata.boot()
-        self._boot = boot
-        self._handles = FileCache(self.disk)
-        self.ledger = Ledger()
-        journal_directory = os.path.join(self.root, "journal")
-        records = [record for record in self.metadata.queues() if record.durable]
-        if self.durability == "memory":
-            self._refuse_memory(records)
-        taken = self._take_terms()
-        indexes: dict[int, QueueIndex] = {}
-        replayed: JournalReplay | None = None
-        if taken is None:
-            sids = [stream_id(record.uid, level) for record in records for level in range(_levels(record))]
-            progress = self._progress
-            replayed = replay_journal(
-                self.disk, journal_directory, sids, self.ledger, self.report, lambda d, t: progress("journal", d, t)
-            )
-            first_file, first_lsn = replayed.last_file + 1, replayed.last_lsn + 1
-            floor, _ = read_floor(self.disk, journal_directory)
-        else:
-            terms = taken[0]
-            first_file, first_lsn, floor = terms["journal"], terms["lsn"], terms["floor"]
-            self.ledger.restore(terms["ledger"])
-        self.journal = Journal(
-            self.disk,
-            journal_directory,
-            sync=self.durability == "fsync",
-            file_limit=settings.journal_file_bytes,
-            record_limit=settings.journal_file_records,
-            first_file=first_file,
-            first_lsn=first_lsn,
-            floor=floor,
-        )
-        for record in records:
-            for level in range(_levels(record)) if _kind(record) != "sqlite" else ():
-                indexes[stream_id(record.uid, level)] = self._index(record, level)
-        found: dict[int, StreamRecovery] = {}
-        if replayed is not None:
-            for number, (sid, index) in enumerate(indexes.items()):
-                found[sid] = recover_stream(self.disk, journal_directory, index, replayed, boot, self.report)
-                self._progress("queues", number + 1, len(indexes))
-        self._open_stores(settings, taken[1] if taken is not None else None, list(found.values()))
-        self.monitor = MemoryMonitor(settings.ram_bytes)
-        self.context = QueueContext(
-            self.journal,
-            self.store,
-            self.transient_store,
-            self.monitor,
-            settings,
-            self.report,
-            self._debug,
-            self._clock,
-        )
-        if replayed is not None and self.store.missing:
-            self._drop_missing(indexes, found)
-        for record in records:
-            if _kind(record) == "sqlite":
-                self._start_sqlite_queue(record, taken[0] if taken is not None else None, replayed)
-                continue
-            streams = {level: indexes[stream_id(record.uid, level)] for level in range(_levels(record))}
-            if taken is not None:
-                self._restore_queue(record, streams, taken[0]["queues"][str(record.uid)])
-            else:
-                assert replayed is not None
-                self._recover_queue(record, streams, found, replayed)
-        self.clean_start = taken is not None
-        if replayed is not None and replayed.last_file:
-            # What was read may be in the page cache only: names above all, of segments made or unlinked. (For contents
-            # see `recovery.py`.) From here on a checkpoint relies on it.
-            self.disk.sync_all(self.root)
-        self.committer = Committer(
-            self.lock, self.disk, self.root, self.journal, self.store, settings.reserve_bytes
-        )
-        self.ledger.attach(self.journal)
-        self._lost_and_found()
-        self._begin()
-
-    def _refuse_memory(self, records: list[QueueRecord]) -> None:
-        kept = os.path.join(self.root, "queues")
-        # A clean stop leaves a journal of reservations, without messages.
-        stopped = self.disk.exists(os.path.join(self.root, TERMS_NAME))
-        files = [name for name in self.disk.listdir(os.path.join(self.root, "journal")) if name.endswith(".wal")]
-        if records and ((files and not stopped) or any(True for _ in self.disk.walk(kept))):
-            raise DurabilityError(
-                f"{self.root} holds persistent messages; durability='memory' would lose them. "
-                "Open it with 'fsync' or 'os', or use another directory"
-            )
-
-    def _begin(self) -> None:
-        """Make the start durable: reservations of seq_ids. On a full disk that is tried again by the next commit; the
-        messages can be consumed all the same."""
-        self.committer.take_reserve()
-        if self.durability == "memory":
-            return
-        for queue in self.queues.values():
-            queue.seqs.available(0)
-        with contextlib.suppress(DiskFullError):
-            self.committer.commit()
-
-    def _index(self, record: QueueRecord, level: int) -> QueueIndex:
-        directory = self._queue_directory(record)
-        if _has_levels(record):
-            directory = os.path.join(directory, f"p{level}")
-        return QueueIndex(
-            self.disk,
-            directory,
-            stream_id(record.uid, level),
-            segment_size=self.settings.segment_entries,
-            boot=self._boot,
-            journal=self.journal,
-            journal_directory=self.journal.directory,
-            handles=self._handles,
-            report=self.report,
-        )
-
-    def _queue_directory(self, record: QueueRecord) -> str:
-        return os.path.join(self.root, "queues", f"{hashed(record.name)}-{record.uid}")
-
-    def _take_terms(self) -> tuple[dict[str, Any], MessageStore] | None:
-        """What a clean stop left, and the message store as it was then; None: the start is a dirty one."""
-        taken = take_terms(self.disk, self.root, self.report)
-        if taken is None:
-            return None
-        path = os.path.join(self.root, "msg_store_persistent")
-        try:
-            store = MessageStore.open_clean(
-                self.disk,
-                path,
-                index=self._store_index(path),
-                sync=self.durability == "fsync",
-                terms=taken[1],
-                file_size_limit=self.settings.store_file_bytes,
-                garbage_fraction=self.settings.garbage_fraction,
-            )
-        except TermsError as error:
-            log.warning("the message store does not fit the terms of the last stop; it is read again: %s", error)
-            return None
-        return taken[0], store
-
-    def _open_stores(
-        self, settings: EngineSettings, store: MessageStore | None, found: list[StreamRecovery]
-    ) -> None:
-        path = os.path.join(self.root, "msg_store_persistent")
-        limit, fraction = settings.store_file_bytes, settings.garbage_fraction
-        if store is None:
-            store = MessageStore.open_dirty(
-                self.disk,
-                path,
-                index=self._store_index(path),
-                sync=self.durability == "fsync",
-                refs=store_references(found),
-                quarantine=lambda p, o, n, why: self.report(p, o, n, -1, why),
-                progress=lambda done, total: self._progress("message store", done, total),
-                file_size_limit=limit,
-                garbage_fraction=fraction,
-            )
-        self.store = store
-        path = os.path.join(self.root, "msg_store_transient")
-        self.transient_store = MessageStore.open_empty(
-            self.disk,
-            path,
-            index=self._store_index(path),
-            sync=False,
-            file_size_limit=limit,
-            garbage_fraction=fraction,
-        )
-
-    def _store_index(self, path: str) -> StoreIndex:
-        if self.settings.store_index == "lmdb":
-            return LmdbIndex(os.path.join(path, "index.lmdb"))
-        return TableIndex()
-
-    def _drop_missing(self, indexes: dict[int, QueueIndex], found: dict[int, StreamRecovery]) -> None:
-        """Messages whose stored body is not there."""
-        missing = set(self.store.missing)
-        for sid, stream in found.items():
-            for seq, msg_id in stream.stored:
-                if msg_id in missing:
-                    self.report(self.store.path, 0, 0, seq, f"body {msg_id.hex()} is missing", sid)
-                    indexes[sid].lose(seq)
-                    stream.count -= 1
-            stream.stored = [(seq, msg_id) for seq, msg_id in stream.stored if msg_id not in missing]
-
-    def _leased(self, sid: int) -> list[int]:
-        """What open checkouts hold of a stream."""
-        pairs: list[int] = []
-        for value in self.ledger.table(CHECKOUT).values():
-            pairs += value["ranges"].get(str(sid), [])
-        return pairs
-
-    def _restore_queue(self, record: QueueRecord, streams: dict[int, QueueIndex], terms: dict[str, Any]) -> None:
-        seqs = SeqIds(self.journal, record.uid, self.settings.reserve_ahead, terms["next"], terms["next"])
-        states = []
-        for level, index in streams.items():
-            state = terms["streams"][str(level)]
-            unpack_segments(index, state["segments"])
-            state["counts"] = {int(seq): count for seq, count in state["counts"].items()}
-            state["leased"] = self._leased(index.sid)
-            states.append(state)
-        self._add_queue(record, seqs, list(streams.values()), states)
-
-    def _recover_queue(
-        self,
-        record: QueueRecord,
-        streams: dict[int, QueueIndex],
-        found: dict[int, StreamRecovery],
-        replayed: JournalReplay,
-    ) -> None:
-        mine = [found[index.sid] for index in streams.values()]
-        seqs = self._fresh_seqs(record, replayed, max(stream.stop for stream in mine))
-        states = []
-        for index, stream in zip(streams.values(), mine, strict=True):
-            leased = self._live_leased(index)
-            states.append(
-                {
-                    "count": stream.count - sum(leased[1::2]),
-                    "bytes": stream.payload_bytes,
-                    "low": stream.low,
-                    "redelivered_below": seqs.next,
-                    "returned": [],
-                    "counts": stream.counts,
-                    "stored": len(stream.stored),
-                    "leased": leased,
-                }
-            )
-        self._add_queue(record, seqs, list(streams.values()), states)
-
-    def _live_leased(self, index: QueueIndex) -> list[int]:
-        """Checked-out messages that are still there."""
-        pairs = self._leased(index.sid)
-        entries, _ = index.load(pairs) if pairs else ([], [])
-        return [number for entry in entries for number in (entry.seq, 1)]
-
-    def _fresh_seqs(self, record: QueueRecord, replayed: JournalReplay, stop: int) -> SeqIds:
-        """After a dirty stop: from the segment after the highest reserved or found (all below `stop`) on."""
-        size = self.settings.segment_entries
-        used = max(size, replayed.reserved.get(record.uid, 0), stop)
-        next_seq = (used + size - 1) // size * size
-        return SeqIds(self.journal, record.uid, self.settings.reserve_ahead, next_seq, next_seq)
-
-    def _add_queue(
-        self, record: QueueRecord, seqs: SeqIds, indexes: list[QueueIndex], states: list[dict[str, Any]] | None
-    ) -> StoredQueue:
-        levels: list[BackingQueue] = []
-        for number, index in enumerate(indexes):
-            level: BackingQueue
-            if _kind(record) == "volatile":
-                level = VolatileQueue(index.sid, seqs, self.context)
-            else:
-                level = VariableQueue(index, seqs, self.context, record.durable and self.durability != "memory")
-            level.init(states[number] if states is not None else None)
-            levels.append(level)
-        backing = levels[0]
-        if _has_levels(record):
-            backing = PriorityQueue(levels)
-            backing.init(None)
-        queue = StoredQueue(record, backing, seqs, indexes, self._queue_directory(record))
-        self.queues[record.name] = queue
-        return queue
-
-    def _start_sqlite_queue(
-        self, record: QueueRecord, terms: dict[str, Any] | None, replayed: JournalReplay | None
-    ) -> None:
-        """From the terms of a clean stop, or with what the journal says after a dirty one."""
-        mine = terms["queues"][str(record.uid)] if terms is not None else None
-        database = self._database(record, mine["streams"]["0"]["digest"] if mine is not None else None)
-        sids = [stream_id(record.uid, level) for level in range(_levels(record))]
-        state: dict[str, Any] = {"leased": [number for sid in sids for number in self._leased(sid)]}
-        if mine is not None:
-            seqs = SeqIds(self.journal, record.uid, self.settings.reserve_ahead, mine["next"], mine["next"])
-            state.update(mine["streams"]["0"])
-            if database.is_new:
-                self.report(database.path, 0, 0, -1, "the file is missing; the queue begins empty", sids[0])
-        else:
-            assert replayed is not None
-            last = max(replayed.overlays[sid].last_seq() for sid in sids)
-            seqs = self._fresh_seqs(record, replayed, max(database.stop(), last + 1))
-            state["redelivered_below"] = seqs.next
-        self._add_sqlite_queue(record, database, seqs, state, replayed)
-
-    def _add_sqlite_queue(
-        self,
-        record: QueueRecord,
-        database: QueueDatabase,
-        seqs: SeqIds,
-        state: dict[str, Any] | None = None,
-        replayed: JournalReplay | None = None,
-    ) -> StoredQueue:
-        safe = record.durable and self.durability != "memory"
-        backing = SqliteQueue(database, record.uid, _levels(record), seqs, self.context, safe)
-        queue = StoredQueue(record, backing, seqs, [], self._queue_directory(record))
-        self.queues[record.name] = queue
-        if replayed is not None:
-            backing.replay(replayed)
-        backing.init(state)
-        return queue
-
-    def _database(self, record: QueueRecord, digest: int | None = None) -> QueueDatabase:
-        safe = record.durable and self.durability != "memory"
-        directory = self._queue_directory(record) if safe else None
-        return QueueDatabase(self.disk, directory, os.path.join(self.root, "quarantine"), self.report, digest=digest)
-
-    def _sqlite_queues(self) -> list[tuple[StoredQueue, SqliteQueue]]:
-        return [(queue, queue.backing) for queue in self.queues.values() if isinstance(queue.backing, SqliteQueue)]
-
-    def _close_databases(self) -> None:
-        for _, backing in self._sqlite_queues():
-            backing.close()
-
-    def _lost_and_found(self) -> None:
-        """A directory that the metadata does not know is kept aside; nothing is deleted because a table is silent."""
-        known = {os.path.basename(queue.directory) for queue in self.queues.values()}
-        directory = os.path.join(self.root, "queues")
-        for name in self.disk.listdir(directory):
-            if name not in known:
-                target = os.path.join(self.root, "lost+found")
-                self.disk.make_dirs(target)
-                number = len(self.disk.listdir(target))
-                self.disk.rename(os.path.join(directory, name), os.path.join(target, f"{number}-{name}"))
-                log.warning("queue directory %s is not in the metadata: moved to lost+found", name)
-        self.disk.remove_tree(os.path.join(self.root, "trash"))
-
-    def _log_damage(self, line: dict[str, object]) -> None:
-        log.warning("damage in %s at %s, %s bytes: %s", line["file"], line["offset"], line["length"], line["why"])
-
-    def report(self, path: str, offset: int, length: int, seq: int, why: str, sid: int = -1) -> None:
-        """Bytes that cannot be used go to quarantine."""
-        self.quarantine.report(path, offset, length, seq, why, sid)
 
     # -- queues ------------------------------------------------------------------------------------------------------
 
@@ -522,9 +102,9 @@ class VhostStore:
             seqs = SeqIds(self.journal, uid, self.settings.reserve_ahead, self.settings.segment_entries)
             if not durable or self.durability == "memory":
                 seqs.unlimited()  # no restart brings its uid back
-            if _kind(record) == "sqlite":
+            if backing_kind(record) == "sqlite":
                 return self._add_sqlite_queue(record, self._database(record), seqs)
-            return self._add_queue(record, seqs, [self._index(record, n) for n in range(_levels(record))], None)
+            return self._add_queue(record, seqs, [self._index(record, n) for n in range(level_count(record))], None)
 
     def get(self, name: str) -> StoredQueue:
         queue = self.queues.get(name)
@@ -534,7 +114,7 @@ class VhostStore:
 
     def delete(self, name: str) -> int:
         """Delete a queue and its messages; how many were ready."""
-        with self._checkpoint_lock, self.lock:
+        with self._checkpoint_lock, self.lock, self.disk_errors():
             self.committer.check()
             queue = self.get(name)
             if queue.durable:
@@ -542,15 +122,22 @@ class VhostStore:
             del self.queues[name]
             count = len(queue.backing)
             queue.backing.delete_and_terminate()
-            trash = os.path.join(self.root, "trash")
-            if self.disk.is_dir(queue.directory):
-                self.disk.make_dirs(trash)
-                self.disk.rename(queue.directory, os.path.join(trash, os.path.basename(queue.directory)))
+            self._to_trash(queue.directory)
         self._empty_trash()
         return count
 
-    def _empty_trash(self) -> None:
-        self.disk.remove_tree(os.path.join(self.root, "trash"))
+    def _to_trash(self, directory: str) -> None:
+        """Out of the way at once; the files are unlinked without the lock, but for a disk too full for a directory."""
+        trash = os.path.join(self.root, "trash")
+        if not self.disk.is_dir(directory):
+            return
+        try:
+            self.disk.make_dirs(trash)
+            self.disk.rename(directory, os.path.join(trash, os.path.basename(directory)))
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self.disk.remove_tree(directory)
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
@@ -600,10 +187,10 @@ class VhostStore:
             size = 4 + len(head) + len(body)
             self.check_size(size)
             persistent = persistent and self.durability != "memory"
-            durable = [persistent and queue.durable and _kind(queue.record) != "volatile" for queue in queues]
+            durable = [persistent and queue.durable and backing_kind(queue.record) != "volatile" for queue in queues]
             large = size >= self.settings.embed_below
             refers = [
-                large and safe and _kind(queue.record) == "variable"
+                large and safe and backing_kind(queue.record) == "variable"
                 for queue, safe in zip(queues, durable, strict=True)
             ]
             msg_id = None
@@ -640,7 +227,7 @@ class VhostStore:
         if len(records) > 1:
             buffer.begin_group()
         for pairs in records.values():
-            targets = [_target(queue, entry) for queue, entry in pairs]
+            targets = [journal_target(queue, entry) for queue, entry in pairs]
             buffer.append_fanout(pairs[0][1], targets, LIVE, publishing_id, name)
         if len(records) > 1:
             buffer.end_group()
@@ -773,7 +360,7 @@ class VhostStore:
 
     def checkpoint(self, *, seal: bool = False, carry_below: int | None = None) -> bool:
         """Move what is in sealed journal files to segments; with `seal`, the current file first."""
-        with self._checkpoint_lock, self._upkeep():
+        with self._checkpoint_lock, self.disk_errors():
             return self._checkpoint(seal, carry_below)
 
     def _checkpoint(self, seal: bool, carry_below: int | None = None) -> bool:
@@ -809,9 +396,9 @@ class VhostStore:
                     return
 
     @contextlib.contextmanager
-    def _upkeep(self) -> Iterator[None]:
-        """Errors of the disk outside of a commit. For want of disk publishing stops, and the work is done another time;
-        after any other error what the disk holds is unknown, and the store has failed."""
+    def disk_errors(self) -> Iterator[None]:
+        """For writes outside of a commit. For want of disk publishing stops, and the work is done another time; after any
+        other error what the disk holds is unknown, and the store has failed."""
         try:
             yield
         except OSError as error:
@@ -848,7 +435,7 @@ class VhostStore:
         if self.journal.sealed >= self.journal.floor or full:
             self.checkpoint(seal=full)
         self.compact()
-        with self._upkeep():
+        with self.disk_errors():
             if full:
                 self.committer.take_reserve()
             with self.lock:
@@ -884,7 +471,7 @@ class VhostStore:
     def snapshot(self, directory: str) -> str:
         """A consistent copy by hard links in `directory`, a data directory of its own; the vhost's root in it."""
         target = os.path.join(directory, "vhosts", os.path.basename(self.root))
-        with self.quiet(), self._upkeep():
+        with self.quiet(), self.disk_errors():
             self.disk.make_dirs(target)
             self.store.seal()
             files = link_store(self.disk, self.root, target)
@@ -924,7 +511,7 @@ class VhostStore:
         try:
             with self._checkpoint_lock:
                 if self.durability != "memory":
-                    with self._upkeep():
+                    with self.disk_errors():
                         self._checkpoint(seal=True, carry_below=0)
                         # What the checkpoint carried (reservations, state) is in a new file; the terms have it, too, but
                         # the file stays: the terms may be damaged, or the next start cut short after it took them.
@@ -988,27 +575,3 @@ class VhostStore:
             self.transient_store.close()
             self.metadata.close()
             self._directory_lock.release()
-
-
-def _kind(record: QueueRecord) -> str:
-    return str(record.arguments.get("x-backing-queue", "variable"))
-
-
-def _has_levels(record: QueueRecord) -> bool:
-    return "x-max-priority" in record.arguments
-
-
-def _levels(record: QueueRecord) -> int:
-    if not _has_levels(record):
-        return 1
-    most = record.arguments["x-max-priority"]
-    assert isinstance(most, int)
-    return max(1, min(most, 255)) + 1
-
-
-def _target(queue: StoredQueue, entry: Entry) -> tuple[int, int, Overlay]:
-    """What a publish record needs to know of one queue. Requires: the queue keeps its messages on disk."""
-    if isinstance(queue.backing, SqliteQueue):
-        return queue.backing.sid_of(entry), entry.seq, queue.backing.places()
-    index = queue.indexes[min(entry.level, len(queue.indexes) - 1)]
-    return index.sid, entry.seq, index.overlay
