@@ -14,6 +14,8 @@ from setuptools import Extension, setup
 KERNEL = Path("src/warren/kernel")
 
 LOGIC = [
+    "storage/queue_state.py",
+    "storage/paging.py",
     "storage/variable_queue.py",
     "storage/queue_index.py",
     "storage/seq_ids.py",

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.faulty_disk import FaultyDisk, PowerCut
 from tests.small_engine import HEAD, TINY, make_entries, open_engine, temporary_root
@@ -42,14 +42,16 @@ UNNUMBERED = 2**63  # the seq_id of an entry that has none yet
 
 READY, PENDING, LEASED = "ready", "pending", "leased"
 
-queues = st.sampled_from(QUEUES)
+queues = st.sampled_from(["a", "a", "a", "b", "t"])
 sizes = st.sampled_from([0, 20, 20, 20, 200, 300, 1500, 6000])  # from 256 on, with head, in the message store
 specs = st.tuples(sizes, st.booleans(), st.integers(0, LEVELS - 1))  # size, persistent, level
 messages = st.lists(specs, min_size=1, max_size=10)
 picks = st.lists(st.integers(0, 30), min_size=1, max_size=6)  # each chooses one of what there is
-counts = st.integers(1, 12)
+counts = st.integers(1, 30)
 modes = st.sampled_from(["none", "all", "random", "process"])
 seeds = st.integers(0, 255)
+# A process that was just started has little to lose.
+has_lived = precondition(lambda self: self.steps > 6)
 
 
 @dataclass(slots=True, eq=False)
@@ -136,11 +138,14 @@ class BackingQueueMachine(RuleBasedStateMachine):
         self.checkouts: dict[tuple[str, int], CheckoutModel] = {}
         self.transactions: list[Transaction] = []
         self.uids: set[int] = set()
-        self.crashes = 0
+        self.steps = 0  # since the process began
         self._declare_missing()
 
     def _open(self) -> VhostStore:
-        return open_engine(self.disk.root, self.disk, settings=replace(TINY, store_index=self.store_index))
+        # Paging in small batches as well as at once: the two indexes have nothing to do with it, and share the work.
+        batch = 1 if self.store_index == "table" else 4
+        settings = replace(TINY, store_index=self.store_index, io_batch=batch, ram_slack=batch - 1)
+        return open_engine(self.disk.root, self.disk, settings=settings)
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
@@ -229,6 +234,24 @@ class BackingQueueMachine(RuleBasedStateMachine):
             assert delivery.delivery_count == message.count, message.seq
 
     # -- in ----------------------------------------------------------------------------------------------------------
+
+    @initialize(count=st.integers(0, 40), ram_target=st.integers(0, 12))
+    def begin(self, count: int, ram_target: int) -> None:
+        """With some messages there, so that few steps go deep."""
+        self.set_ram_target(queue="a", count=ram_target)
+        self.publish_many(queue="a", count=count, size=20, transient_every=5, level_every=4)
+
+    @rule(
+        queue=queues,
+        count=st.integers(5, 30),
+        size=sizes,
+        transient_every=st.integers(1, 6),
+        level_every=st.integers(1, 6),
+    )
+    def publish_many(self, queue: str, count: int, size: int, transient_every: int, level_every: int) -> None:
+        messages = [(size, n % transient_every > 0, n // level_every % LEVELS) for n in range(count)]
+        if messages:
+            self.publish(queue=queue, messages=messages, confirm=True)
 
     @rule(queue=queues, messages=messages, confirm=st.booleans())
     def publish(self, queue: str, messages: list[tuple[int, bool, int]], confirm: bool) -> None:
@@ -319,6 +342,23 @@ class BackingQueueMachine(RuleBasedStateMachine):
         assert stored.backing.ack(unknown[:1] + seqs + unknown[1:]) == seqs
         model.remove(chosen, self._lsn)
 
+    @rule(queue=queues, keep_every=st.integers(2, 8))
+    def ack_most(self, queue: str, keep_every: int) -> None:
+        """Leaves holes, in segments and in store files."""
+        stored, model = self._both(queue)
+        chosen = [message for n, message in enumerate(model.in_state(PENDING)) if n % keep_every]
+        stored.backing.ack([message.seq for message in chosen])
+        model.remove(chosen, self._lsn)
+
+    @rule(queue=queues, count=st.integers(8, 14), transient_every=st.integers(1, 6), keep_every=st.integers(3, 6))
+    def leave_garbage(self, queue: str, count: int, transient_every: int, keep_every: int) -> None:
+        """Store files that are mostly garbage: what compaction is for."""
+        self.publish_many(queue=queue, count=count, size=6000, transient_every=transient_every, level_every=1)
+        self.fetch(queue=queue, count=1000, ack_required=True)
+        self.sync()
+        self.ack_most(queue=queue, keep_every=keep_every)
+        self.sync()
+
     @rule(queue=queues, picks=picks, count_delivery=st.booleans())
     def requeue(self, queue: str, picks: list[int], count_delivery: bool) -> None:
         stored, model = self._both(queue)
@@ -358,6 +398,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
         assert self.store.get(name).backing.fold(visit, 0, start) == len(seen)
         return seen
 
+    @has_lived
     @rule(queue=queues)
     def purge(self, queue: str) -> None:
         stored, model = self._both(queue)
@@ -365,6 +406,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
         assert stored.backing.purge() == len(ready)
         model.remove(ready, self._lsn)
 
+    @has_lived
     @rule(queue=queues)
     def purge_acks(self, queue: str) -> None:
         stored, model = self._both(queue)
@@ -542,6 +584,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
         levels = backing.levels if isinstance(backing, PriorityQueue) else [backing]
         return [level for level in levels if isinstance(level, VariableQueue)]
 
+    @has_lived
     @rule(queue=queues)
     def delete_and_declare(self, queue: str) -> None:
         assert self.store.delete(queue) == len(self.queues[queue].in_state(READY))
@@ -549,6 +592,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
 
     # -- the end of the process --------------------------------------------------------------------------------------
 
+    @has_lived
     @rule()
     def restart(self) -> None:
         self.store.close()
@@ -570,19 +614,22 @@ class BackingQueueMachine(RuleBasedStateMachine):
             if name == "t":
                 model.messages.clear()
 
+    @has_lived
     @rule(mode=modes, seed=seeds)
     def crash(self, mode: str, seed: int) -> None:
         """The power goes between two operations."""
         self._lose_power(mode, seed)
 
+    @has_lived
     @rule()
     def kill(self) -> None:
         """The process goes; what it had handed to the kernel stays."""
         self._lose_power("process", 0)
 
+    @has_lived
     @rule(
         during=st.sampled_from(["sync", "checkpoint", "seal", "carry", "compact", "tick", "close"]),
-        at=st.integers(1, 70),
+        at=st.integers(1, 8) | st.integers(1, 70),
         tear=st.sampled_from([0, 0, 7, 100, 1000]),
         mode=modes,
         seed=seeds,
@@ -600,6 +647,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
         }
         self._crash_in(run[during], at, tear, mode, seed)
 
+    @has_lived
     @rule(
         publishes=st.lists(st.tuples(queues, sizes, st.booleans(), st.integers(0, LEVELS - 1)), max_size=4),
         acks=st.lists(st.tuples(queues, picks), max_size=2, unique_by=lambda ack: ack[0]),
@@ -619,18 +667,22 @@ class BackingQueueMachine(RuleBasedStateMachine):
     ) -> None:
         self._crash_in(lambda: self._transact(publishes, acks), at, tear, mode, seed)
 
+    @has_lived
     @rule(queue=queues, limit=counts, at=st.integers(1, 12), tear=st.sampled_from([0, 20, 100]), mode=modes, seed=seeds)
     def crash_during_checkout(self, queue: str, limit: int, at: int, tear: int, mode: str, seed: int) -> None:
         self._crash_in(lambda: self._checkout(queue, limit, 1 << 40), at, tear, mode, seed)
 
+    @has_lived
     @rule(requeue=st.booleans(), at=st.integers(1, 12), tear=st.sampled_from([0, 20, 100]), mode=modes, seed=seeds)
     def crash_during_settle(self, requeue: bool, at: int, tear: int, mode: str, seed: int) -> None:
         self._crash_in(lambda: self._settle(0, requeue), at, tear, mode, seed)
 
+    @has_lived
     @rule(queue=queues, at=st.integers(1, 20), mode=modes, seed=seeds)
     def crash_during_delete(self, queue: str, at: int, mode: str, seed: int) -> None:
         self._crash_in(lambda: self.store.delete(queue), at, 0, mode, seed)
 
+    @has_lived
     @rule(clean=st.booleans(), at=st.lists(st.integers(1, 40), min_size=1, max_size=3), mode=modes, seed=seeds)
     def crash_during_open(self, clean: bool, at: list[int], mode: str, seed: int) -> None:
         """Once or more, the next power cut comes before the engine is up again."""
@@ -668,7 +720,6 @@ class BackingQueueMachine(RuleBasedStateMachine):
             self.disk.clear_faults()
             self.disk = self.disk.crash(rng, mode)  # type: ignore[arg-type]
         self.store = self._open()
-        self.crashes += 1
         if self.store.clean_start:
             self._clean_stop()
         else:
@@ -676,6 +727,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
         self._begin_again()
 
     def _begin_again(self) -> None:
+        self.steps = 0
         assert "t" not in self.store.queues
         self._declare_missing()
         for name, model in self.queues.items():
@@ -788,6 +840,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
+        self.steps += 1
         for name, model in self.queues.items():
             backing = self.store.get(name).backing
             ready = model.in_state(READY)
@@ -812,7 +865,8 @@ class BackingQueueMachine(RuleBasedStateMachine):
             for level in self._variable_queues(name):
                 parts = level.info()
                 whole = parts["q1"] + parts["q4"] + parts["ram_pending_acks"]
-                assert whole <= level.target_ram_count, "more in RAM than allowed"
+                allowed = level.target_ram_count + self.store.settings.ram_slack
+                assert whole <= allowed, "more in RAM than allowed"
 
     def teardown(self) -> None:
         try:

@@ -717,7 +717,7 @@ def drain(store: VhostStore) -> dict[tuple[int, int], bytes]:
     return served
 
 
-def work_on(store: VhostStore, disk: Disk, root: str, witness: Witness) -> VhostStore:
+def work_on(store: VhostStore, disk: Disk, root: str, witness: Witness, **options: Any) -> VhostStore:
     """A recovered store is one to work with: everything is served once, a clean stop and start keep what is new. The
     witness is used up. Returns the store, reopened."""
     expected = {}
@@ -734,7 +734,7 @@ def work_on(store: VhostStore, disk: Disk, root: str, witness: Witness) -> Vhost
     witness.leases.clear()
     witness.unsure.clear()
     witness.open_groups.clear()
-    driver = Driver(disk, root, witness)
+    driver = Driver(disk, root, witness, **options)
     driver.store = store
     for name in list(store.queues):
         driver.publish(name, [40, 300])
@@ -750,7 +750,7 @@ def work_on(store: VhostStore, disk: Disk, root: str, witness: Witness) -> Vhost
         for sent in known.sent.values():
             if not sent.persistent:
                 sent.acked = SAFE
-    after = open_store(disk, root)
+    after = open_store(disk, root, **options)
     assert after.clean_start, "a clean stop was not followed by a clean start"
     check(after, witness)
     return after

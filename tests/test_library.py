@@ -934,12 +934,7 @@ def test_purge_takes_what_is_ready_and_leaves_what_was_handed_out(store, queue):
 # ---- durability ----
 
 
-LEAVES_FILES = "storage: in memory durability a transaction writes a journal file, and paging leaves segments"
-
-
-@pytest.mark.parametrize(
-    "durability", ["fsync", "os", pytest.param("memory", marks=pytest.mark.xfail(reason=LEAVES_FILES))]
-)
+@pytest.mark.parametrize("durability", ["fsync", "os", "memory"])
 def test_each_durability_keeps_what_it_promises_over_a_clean_restart(tmp_path, durability):
     with warren.open(tmp_path, durability=durability, settings=SMALL) as store:
         assert store.durability == durability
@@ -1181,6 +1176,29 @@ def test_a_copy_of_a_snapshot_outlives_its_store(tmp_path, store, queue):
         assert copy.info()["damage"] == []
 
 
+def test_snapshots_that_a_killed_process_left_are_removed_and_those_in_use_are_not(tmp_path, store, queue):
+    queue.publish(b"1")
+    left = [os.path.join(store.engine.root, "snapshots", name) for name in ("4194305-1", f"{os.getpid()}-1")]
+    other = os.path.join(store.engine.root, "snapshots", f"{os.getppid()}-1")
+    for path in (*left, other):
+        os.makedirs(path)
+    with store.snapshot() as snapshot:
+        store.close()
+        with warren.open(tmp_path / "data", settings=SMALL):
+            assert [os.path.exists(path) for path in (*left, other, snapshot.path)] == [False, False, True, True]
+
+
+def test_a_snapshot_that_failed_leaves_nothing(store, monkeypatch):
+    def fail(path: str) -> None:
+        os.makedirs(path)
+        raise DiskFullError("no room")
+
+    monkeypatch.setattr(store.engine, "snapshot", fail)
+    with pytest.raises(DiskFullError):
+        store.snapshot()
+    assert os.listdir(os.path.join(store.engine.root, "snapshots")) == []
+
+
 # ---- threads ----
 
 
@@ -1299,6 +1317,32 @@ def test_a_full_disk_refuses_publishing_and_says_so(store, queue):
     queue.get().ack()
     store.engine.committer.full = False
     queue.publish(b"3")
+
+
+def test_a_transaction_that_waits_for_room_on_a_full_disk_happens_when_there_is_some(store, queue, monkeypatch):
+    queue.publish(b"1")
+    store.sync()
+    message = queue.get()
+    commit = store.engine.committer.sync
+
+    def no_room(*arguments: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return commit(*arguments)  # the upkeep thread, which has no part in this
+        raise DiskFullError("full, and the reserve is used up; nothing is lost")
+
+    def move() -> None:
+        with store.transaction() as tx:
+            tx.publish("q", b"2")
+            tx.ack(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.engine.committer, "sync", no_room)
+        with pytest.raises(DiskFullError, match="nothing is lost"):
+            move()
+        assert message.settled
+        patch.setattr(store.engine.committer, "sync", commit)
+    store.sync()
+    assert bodies(list(queue.browse(unacked=True))) == [b"2"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faulty_disk import FaultyDisk, PowerCut
-from tests.small_engine import HEAD, TINY, make_entries, open_engine
+from tests.small_engine import HEAD, TINY, make_entries, open_engine, temporary_root
 from warren.errors import DiskFullError, StoreClosedError, StoreFailedError, StoreFormatError
 from warren.kernel.entry import IN_STORE, PERSISTENT, Delivery, Entry, deliveries
 from warren.kernel.ranges import RangeSet
@@ -92,11 +92,18 @@ class Bench:
 
 
 @pytest.fixture
-def make_bench(tmp_path):
+def directory():
+    """A temporary directory where a sync costs little."""
+    with temporary_root() as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def make_bench(directory):
     benches = []
 
     def make(kind: str, disk: Disk | None = None, root: str | None = None) -> Bench:
-        bench = Bench(root or str(tmp_path / f"data{len(benches)}"), kind, disk)
+        bench = Bench(root or str(directory / f"store{len(benches)}"), kind, disk)
         benches.append(bench)
         return bench
 
@@ -413,8 +420,8 @@ def test_a_transaction_survives_a_crash_as_a_whole(durable):
     assert durable.bodies() == [b"b"]
 
 
-def test_a_transaction_whose_commit_failed_is_not_in_the_file_either(make_bench, tmp_path):
-    disk = FaultyDisk(tmp_path / "disk")
+def test_a_transaction_whose_commit_failed_is_not_in_the_file_either(make_bench, directory):
+    disk = FaultyDisk(directory / "disk")
     bench = make_bench("sqlite", disk, disk.root)
     seqs = bench.publish(b"a")
     bench.store.sync()
@@ -531,8 +538,8 @@ def test_a_body_that_its_publisher_put_into_the_message_store_does_not_stay_ther
 
 @pytest.mark.parametrize("size", [10, 1000])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_a_fan_out_reaches_every_kind_and_survives_in_the_durable_ones(tmp_path, size, checkpoint):
-    root = str(tmp_path)
+def test_a_fan_out_reaches_every_kind_and_survives_in_the_durable_ones(directory, size, checkpoint):
+    root = str(directory)
     store = open_engine(root)
     for kind, arguments in KINDS.items():
         store.declare(kind, arguments=arguments)
@@ -572,8 +579,8 @@ def test_a_transient_message_needs_no_record_and_is_gone_at_any_start(sqlite):
 
 
 @pytest.mark.parametrize(("durability", "durable_queue"), [("fsync", False), ("memory", True)])
-def test_a_queue_that_no_restart_brings_back_leaves_no_file(tmp_path, durability, durable_queue):
-    store = open_engine(str(tmp_path), durability=durability)
+def test_a_queue_that_no_restart_brings_back_leaves_no_file(directory, durability, durable_queue):
+    store = open_engine(str(directory), durability=durability)
     queue = store.declare("q", durable=durable_queue, arguments=KINDS["sqlite"])
     queue.backing.publish(make_entries(store, queue, [b"a", b"b"], True))
     store.checkpoint(seal=True)
@@ -596,16 +603,16 @@ def test_a_deleted_queue_takes_its_file_along_and_its_records_reach_no_successor
 
 
 @pytest.mark.parametrize("kind", SQLITE)
-def test_a_snapshot_opens_as_a_store(make_bench, tmp_path, kind):
+def test_a_snapshot_opens_as_a_store(make_bench, directory, kind):
     bench = make_bench(kind)
     bench.publish(b"a", b"b", b"c")
     bench.store.checkpoint(seal=True)
     bench.publish(b"d")
     bench.bodies(1)
-    bench.store.snapshot(str(tmp_path / "copy"))
+    bench.store.snapshot(str(directory / "copy" / "data"))
     bench.bodies(ack_required=False)
     bench.store.checkpoint(seal=True)
-    copy = make_bench(kind, root=str(tmp_path / "copy"))
+    copy = make_bench(kind, root=str(directory / "copy"))
     assert copy.bodies() == [b"a", b"b", b"c", b"d"]
     bench.crash()
     assert bench.bodies() == [b"a"]
@@ -616,14 +623,47 @@ def test_a_failed_write_closes_the_queue_until_the_store_is_opened_again(sqlite)
     sqlite.store.sync()
     database = sqlite.backing.database
     database._db.execute("PRAGMA max_page_count = 10")
-    with pytest.raises(DiskFullError, match="open it again"):
+    with pytest.raises(StoreFailedError, match="open it again"):
         sqlite.publish(os.urandom(100_000))
-    with pytest.raises(DiskFullError):
+    with pytest.raises(StoreFailedError):
         sqlite.backing.fetch(1)
-    with pytest.raises(DiskFullError):
+    with pytest.raises(StoreFailedError):
         sqlite.store.checkpoint(seal=True)
+    assert sqlite.store.committer.failed is not None
     sqlite.crash()
     assert len(sqlite.bodies()) == 2
+
+
+class FullDisk:
+    """A connection that has no room for a commit."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.db = db
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.db, name)
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        if sql == "COMMIT":
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return self.db.execute(sql, *values)
+
+
+def test_a_checkpoint_that_finds_the_disk_full_is_done_another_time(sqlite):
+    sqlite.publish(b"a")
+    database = sqlite.backing.database
+    database._db = FullDisk(database._db)
+    floor = sqlite.store.journal.floor
+    with pytest.raises(DiskFullError):
+        sqlite.store.checkpoint(seal=True)
+    assert (sqlite.store.journal.floor, sqlite.file_rows()) == (floor, [])
+    assert sqlite.bodies() == [b"a"]
+    database._db = database._db.db
+    sqlite.store.checkpoint(seal=True)
+    assert sqlite.store.journal.floor > floor
+    assert len(sqlite.file_rows()) == 1
 
 
 # -- crashes at every call ---------------------------------------------------------------------------------------------
@@ -648,9 +688,9 @@ def _work(store: VhostStore, safe: dict[str, set[bytes]]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "all", "random"])
-def test_a_power_cut_at_any_call_breaks_no_promise(tmp_path, mode, scale, seed, record_property):
+def test_a_power_cut_at_any_call_breaks_no_promise(directory, mode, scale, seed, record_property):
     rng = random.Random(seed)
-    disk = FaultyDisk(tmp_path / "whole")
+    disk = FaultyDisk(directory / "whole")
     store = open_engine(disk.root, disk)
     before = disk.calls
     _work(store, {"there": set(), "gone": set(), "undecided": set()})
@@ -658,7 +698,7 @@ def test_a_power_cut_at_any_call_breaks_no_promise(tmp_path, mode, scale, seed, 
     store.abandon()
     chosen = sorted(rng.sample(range(1, calls), min(calls - 1, scale.scale(400))))
     for number in chosen:
-        disk = FaultyDisk(tmp_path / f"{number}")
+        disk = FaultyDisk(directory / f"{number}")
         store = open_engine(disk.root, disk)
         safe: dict[str, set[bytes]] = {"there": set(), "gone": set(), "undecided": set()}
         disk.crash_at(number, tear=rng.randrange(40))
@@ -814,7 +854,7 @@ def _moved_away(bench: Bench) -> list[str]:
 
 
 @pytest.mark.parametrize("stop", ["clean", "dirty"])
-def test_a_flipped_bit_costs_at_most_what_is_reported(make_bench, tmp_path, stop, scale, seed, record_property):
+def test_a_flipped_bit_costs_at_most_what_is_reported(make_bench, directory, stop, scale, seed, record_property):
     rng = random.Random(seed)
     bench = _filled(make_bench)
     path = bench.database_path()
@@ -923,8 +963,8 @@ def test_what_the_journal_still_has_heals_a_lost_file(sqlite):
     assert sqlite.bodies() == [b"a", b"b"]
 
 
-def test_a_crash_between_the_two_renames_of_a_salvage_is_finished_at_the_next_start(make_bench, tmp_path):
-    disk = FaultyDisk(tmp_path / "disk")
+def test_a_crash_between_the_two_renames_of_a_salvage_is_finished_at_the_next_start(make_bench, directory):
+    disk = FaultyDisk(directory / "disk")
     bench = make_bench("sqlite", disk, disk.root)
     bench.publish(b"a" * 100, b"b" * 100)
     path = bench.database_path()
@@ -934,7 +974,7 @@ def test_a_crash_between_the_two_renames_of_a_salvage_is_finished_at_the_next_st
     _flip(path, at * 8)
     whole, outcomes = disk, set()
     for number in range(1, 200):
-        disk = whole.clone(tmp_path / f"crash{number}")
+        disk = whole.clone(directory / f"crash{number}")
         bench.root, bench.disk = disk.root, disk
         disk.crash_at(number)
         survived = False

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ from warren.errors import (
 from warren.kernel.entry import Entry
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.message import Message
-from warren.queueing.queue import Queue
+from warren.queueing.queue import UNNUMBERED, Queue
 from warren.storage.settings import EngineSettings
 from warren.storage.vhost_store import StoredQueue, VhostStore
 
@@ -34,10 +35,10 @@ class Store:
     def __init__(self, engine: VhostStore) -> None:
         self.engine = engine
         self._handles: dict[str, Queue] = {}
-        self._snapshots = 0
         self._closing = threading.Lock()
         for stored in list(engine.queues.values()):
             self._handle(stored)
+        _remove_stale_snapshots(engine.root)
 
     @property
     def vhost(self) -> str:
@@ -112,9 +113,7 @@ class Store:
         """A consistent copy by hard links, removed at the end of its `with` block. Copy its path to keep it."""
         with self.engine.lock:
             self.engine.committer.check()
-            self._snapshots += 1
-            number = self._snapshots
-        return Snapshot(self.engine, number)
+        return Snapshot(self.engine)
 
     def info(self) -> dict[str, Any]:
         """The store as a whole: message stores, journal, memory, damage."""
@@ -164,7 +163,10 @@ class Store:
 
 
 class Transaction:
-    """Collects publishes and acks; commits them at the end of its block, or drops them when the block raises."""
+    """Collects publishes and acks; commits them at the end of its block, or drops them when the block raises.
+
+    On a full disk, DiskFullError says which it is: refused, or kept until there is room and `Store.sync` is called.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -236,10 +238,13 @@ class Transaction:
                     acks.append((queue._stored, queue._settle(messages)))
                     settled += messages
             self.seq_ids = engine.transact([(queue._stored, entry) for queue, entry in self._publishes], acks)
-        except WarrenError:
-            # Refused as a whole. After a failed write nobody knows, and nothing can be settled before the next start.
-            for message in settled:
-                message.settled = False
+        except WarrenError as error:
+            # Refused as a whole, unless its records wait for room on a full disk: then it happens with the next sync.
+            # (After a failed write nobody knows, and nothing can be settled before the next start.)
+            begun = all(entry.seq != UNNUMBERED for _, entry in self._publishes)
+            if not (isinstance(error, DiskFullError) and begun):
+                for message in settled:
+                    message.settled = False
             raise
         for queue, entries in arrived.items():
             queue.announce(entries)
@@ -248,14 +253,19 @@ class Transaction:
 class Snapshot:
     """A data directory of hard links: what the store held at one instant, pending messages included."""
 
-    def __init__(self, engine: VhostStore, number: int) -> None:
-        self._engine = engine
-        self.path = os.path.join(engine.root, "snapshots", f"{os.getpid()}-{number}")
-        engine.snapshot(self.path)
+    def __init__(self, engine: VhostStore) -> None:
+        self.path = os.path.join(engine.root, "snapshots", f"{os.getpid()}-{time.time_ns()}")
+        _held.add(self.path)
+        try:
+            engine.snapshot(self.path)
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Remove the links. What a copy of them holds stays."""
         shutil.rmtree(self.path, ignore_errors=True)
+        _held.discard(self.path)
 
     def __enter__(self) -> Snapshot:
         return self
@@ -264,6 +274,32 @@ class Snapshot:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+_held: set[str] = set()  # paths of the snapshots of this process
+
+
+def _remove_stale_snapshots(root: str) -> None:
+    """Links that a killed process left: they would hold the disk space of everything that is deleted from now on."""
+    directory = os.path.join(root, "snapshots")
+    for name in os.listdir(directory) if os.path.isdir(directory) else ():
+        pid, _, _ = name.partition("-")
+        path = os.path.join(directory, name)
+        if pid.isdigit() and path not in _held and not _is_another_process(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_another_process(pid: int) -> bool:
+    """Who started in a container may well have the pid of its predecessor."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def open(  # the name is the public one
@@ -294,6 +330,10 @@ def open(  # the name is the public one
         return Store(VhostStore(directory, vhost, durability=durability, settings=settings, progress=progress))
     except OSError as error:
         raise _clear_error(directory, error) from error
+    except StoreFailedError as error:  # the engine's word for any OSError of a start
+        if isinstance(error.__cause__, OSError):
+            raise _clear_error(directory, error.__cause__) from error.__cause__
+        raise
 
 
 def _check_name(what: str, name: object, kind: type[WarrenError]) -> None:
@@ -316,4 +356,4 @@ def _clear_error(directory: str, error: OSError) -> WarrenError:
         return StorePathError(f"{directory} cannot hold a store: {error}. Give a directory")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(f"no room to open {directory}: {error}. Free some, then open it again")
-    return StoreFailedError(f"cannot open {directory}: {error}")
+    return StoreFailedError(f"cannot open {directory}: {error}. Nothing is lost by that; try again")

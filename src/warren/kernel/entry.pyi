@@ -31,6 +31,7 @@ class Entry:
         size: int = 0,
         offset: int = 0,
     ) -> None: ...
+    def copy(self) -> Entry: ...
 
 class Delivery:
     entry: Entry

@@ -31,6 +31,21 @@ cdef class Entry:
             size = 4 + len(head) + len(body)
         self.size = size
 
+    def copy(self):
+        """The same message in a second object: what is done to the one is not seen in the other."""
+        cdef Entry other = Entry.__new__(Entry)
+        other.head = self.head
+        other.body = self.body
+        other.msg_id = self.msg_id
+        other.seq = self.seq
+        other.expiry = self.expiry
+        other.published_at = self.published_at
+        other.offset = self.offset
+        other.size = self.size
+        other.flags = self.flags
+        other.level = self.level
+        return other
+
     def __repr__(self):
         return f"Entry(seq={self.seq}, size={self.size}, flags={self.flags}, body={'RAM' if self.body is not None else 'disk'})"
 

@@ -29,6 +29,7 @@ from warren.storage.vhost_store import StoredQueue, VhostStore
 
 _SLICE = 1024 * 1024
 _BROWSE_BATCH = 256
+UNNUMBERED = (1 << 64) - 1  # the seq_id of an entry that has none yet
 _by_seq = attrgetter("seq")
 
 
@@ -172,7 +173,8 @@ class Queue:
         now = time.time_ns() // 1000
         expiry = self._limits.expiry(now, expiration_ms)
         try:
-            [entry], size = make_entries((body,), head, 0, self._persistent_flag if persistent else 0, now, expiry)
+            flags = self._persistent_flag if persistent else 0
+            [entry], size = make_entries((body,), head, UNNUMBERED, flags, now, expiry)
         except TypeError as error:
             raise InvalidArgumentError(str(error)) from None
         self._store.check_size(size)
@@ -370,7 +372,7 @@ class Queue:
     def _detach(messages: Sequence[Message]) -> None:
         """The entries are the queue's again, which may page them out: who holds a message keeps what it showed."""
         for message in messages:
-            message.entry = _copy(message.entry)
+            message.entry = message.entry.copy()
 
     def _settle(self, messages: Sequence[Message]) -> list[int]:
         seqs, stranger = settle(messages if isinstance(messages, list) else list(messages), self)
@@ -421,7 +423,7 @@ class Queue:
 
         def visit(entry: Entry, pending: bool, count: int) -> tuple[bool, int]:
             if (unacked or not pending) and not 0 < entry.expiry <= now:
-                found.append(_copy(entry))  # the queue may page the original out
+                found.append(entry.copy())  # the queue may page the original out
                 count += 1
             return count < limit, count
 
@@ -499,19 +501,3 @@ class Queue:
 
     def __repr__(self) -> str:
         return f"<Queue {self.name!r}>"
-
-
-def _copy(entry: Entry) -> Entry:
-    copy = Entry(
-        entry.seq,
-        entry.head,
-        entry.body,
-        entry.flags,
-        entry.published_at,
-        entry.expiry,
-        entry.msg_id,
-        entry.size,
-        entry.offset,
-    )
-    copy.level = entry.level
-    return copy

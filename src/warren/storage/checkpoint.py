@@ -5,8 +5,8 @@ what already reached a segment is recognised by its slot.
 
     1  carry     a queue with little left in the sealed files has it repeated in the newest one; commit
     2  bodies    .qs appended, synced (and the directory, for new files)
-    3  slots     .qi filled, ack batches appended to .qa, .qi of segments without a live slot unlinked; all synced, then
-                 the rest of those segments unlinked: a .qi that came back without its .qa would bring acked messages back
+    3  slots     .qi filled, ack batches appended to .qa, .qi of segments without a live slot unlinked; all synced; then
+                 the rest of those segments unlinked: a .qi that came back without its .qa would undo acks
     4  switch    with the lock: overlay rows are gone, slots are alive; acks that came meanwhile are taken over
     5  files     queues that are kept in SQLite commit what they changed (`sqlite_queue.py`)
     6  floor     journal/FLOOR is replaced; only then are journal files below it unlinked
@@ -82,7 +82,7 @@ class _Touched:
         else:
             for file in self._files.values():
                 file.sync()
-            for directory in self.directories:
+            for directory in sorted(self.directories):
                 self._disk.sync_dir(directory)
         self.close()
         self._many = False
@@ -205,7 +205,7 @@ class Checkpoint:
         reader = self._sealed.get(file)
         if reader is None:
             reader = self._sealed[file] = self._journal.open_sealed(file)
-        data = read_around(lambda: reader, stop - start, start)
+        data = read_around(reader, stop - start, start)
         wanted = measure_rows(rows, data, start)
         with self._owner.lock:  # reserve the place: transient messages are paged out to the same file
             segment = index.segment(number)

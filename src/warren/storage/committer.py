@@ -57,8 +57,8 @@ class _Batch:
 
     @property
     def poisoned(self) -> bool:
-        """A sync of the message store failed, so what its files hold is unknown. (The journal's block is written anew by
-        the next `run`, whatever became of it.)"""
+        """A sync of the message store failed: what its files hold is unknown. (The journal's block is written anew by the
+        next `run`, whatever became of it.)"""
         return self.store is not None and self.store.poisoned
 
     def done(self) -> None:
@@ -118,8 +118,8 @@ class Committer:
         if error.errno in FULL:
             self._give_up_reserve()
             return DiskFullError(
-                f"the disk of {self._root} is full; nothing is lost. Free some room, or consume messages: what could not "
-                "be done now is done later"
+                f"the disk of {self._root} is full; nothing is lost. Free some room, or consume messages: what could "
+                "not be done now is done later"
             )
         self.fail(error)
         return self.failed or StoreFailedError(str(error))
@@ -268,9 +268,7 @@ class Committer:
 
     def _reserve_is_there(self) -> bool:
         """Whole: a crash may have left a part of it."""
-        return (
-            self._disk.exists(self._reserve_path) and self._disk.size(self._reserve_path) >= self._reserve_bytes
-        )
+        return self._disk.exists(self._reserve_path) and self._disk.size(self._reserve_path) >= self._reserve_bytes
 
     def _give_up_reserve(self) -> None:
         self.full = True

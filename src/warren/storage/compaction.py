@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 
 from warren.kernel.store_table import check_run, hint_rows
 from warren.storage.message_store import MessageStore
-from warren.storage.reading import read_around
+from warren.storage.reading import open_to_read, read_around
 from warren.storage.store_format import HEADER_BYTES, HINT_ROW, DataFile
 
 BYTES_PER_SECOND = 64 * 1024 * 1024
@@ -122,10 +122,10 @@ class Job:
         copied = 0
         target = self.target
         for file, rows in self._sources:
-            reader = self._store.disk.open_read(file.path)
+            reader = open_to_read(self._store.disk, file.path)
             try:
                 for batch in _batches(rows):
-                    data = b"".join(read_around(lambda: reader, size, offset) for offset, size in _runs(batch))
+                    data = b"".join(read_around(reader, size, offset) for offset, size in _runs(batch))
                     packed = b"".join(HINT_ROW.pack(*row) for row in batch)
                     bad = check_run(data, packed)
                     if bad >= 0:

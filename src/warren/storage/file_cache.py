@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from collections import OrderedDict
 
 from warren.storage.disk import Disk, DiskFile
-from warren.storage.reading import read_around
+from warren.storage.reading import open_to_read, read_around
 
 
 class FileCache:
@@ -21,7 +22,13 @@ class FileCache:
         if file is not None:
             self._open.move_to_end(path)
             return file
-        file = self._disk.open_read(path)
+        try:
+            file = open_to_read(self._disk, path)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self.close()  # the process has no file left to open: these can be opened again
+            file = open_to_read(self._disk, path)
         self._open[path] = file
         if len(self._open) > self._capacity:
             self._open.popitem(last=False)[1].close()
@@ -29,7 +36,7 @@ class FileCache:
 
     def read(self, path: str, count: int, offset: int) -> bytes:
         """Up to `count` bytes at `offset`; what cannot be read is zeros (`reading.py`)."""
-        return read_around(lambda: self.get(path), count, offset)
+        return read_around(self.get(path), count, offset)
 
     def drop(self, path: str) -> None:
         """The name is gone, or stands for another file now."""

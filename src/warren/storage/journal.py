@@ -29,7 +29,7 @@ from warren.kernel.checksum import crc32c
 from warren.kernel.journal_codec import RecordBuffer
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.layout import FLOOR_MAGIC, HEADER_BYTES, JOURNAL_MAGIC, journal_path, pack_header, unpack_header
-from warren.storage.reading import read_around, read_whole
+from warren.storage.reading import open_to_read, read_around, read_whole
 
 _FLOOR = struct.Struct("<4sIQI")
 
@@ -156,7 +156,9 @@ class Journal:
             self._file.close()
             self._file = None
         path = journal_path(self._directory, number)
-        with contextlib.suppress(FileNotFoundError):  # left by a commit that ran out of disk before the header was whole
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # left by a commit that ran out of disk before the header was whole
             self._disk.unlink(path)
         file = self._disk.create(path)
         try:
@@ -188,7 +190,7 @@ class Journal:
                 parts.append(block.peek(begin, stop - begin))
                 stop = begin
         if stop > start:
-            parts.append(read_around(lambda: self._reader(number), stop - start, start))
+            parts.append(read_around(self._reader(number), stop - start, start))
         if len(parts) == 1:
             return parts[0]
         return b"".join(reversed(parts))
@@ -196,12 +198,12 @@ class Journal:
     def _reader(self, number: int) -> DiskFile:
         reader = self._readers.get(number)
         if reader is None:
-            reader = self._readers[number] = self._disk.open_read(journal_path(self._directory, number))
+            reader = self._readers[number] = open_to_read(self._disk, journal_path(self._directory, number))
         return reader
 
     def open_sealed(self, number: int) -> DiskFile:
         """A handle of the caller's own on a sealed file; needs no lock."""
-        return self._disk.open_read(journal_path(self._directory, number))
+        return open_to_read(self._disk, journal_path(self._directory, number))
 
     def files(self) -> list[str]:
         """Paths of the sealed files that are needed, oldest first."""
@@ -260,9 +262,9 @@ def read_floor(disk: Disk, directory: str) -> tuple[int, str | None]:
     floor = 0
     for number in list_files(disk, directory):
         path = journal_path(directory, number)
-        file = disk.open_read(path)
+        file = open_to_read(disk, path)
         try:
-            header = unpack_header(JOURNAL_MAGIC, read_around(lambda: file, HEADER_BYTES, 0), path)
+            header = unpack_header(JOURNAL_MAGIC, read_around(file, HEADER_BYTES, 0), path)
         finally:
             file.close()
         if header is not None:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 from collections import OrderedDict, deque
@@ -52,7 +53,6 @@ from warren.storage.store_format import (
     PART_SUFFIX,
     RECORD_OVERHEAD_BYTES,
     DataFile,
-    FileTerms,
     LargeWrite,
     Quarantine,
     StoreTerms,
@@ -138,14 +138,12 @@ class _Chunk:
 class Commit:
     """Placed records on their way to the disk. After `run` returns they are written, and synced if the commit syncs."""
 
-    __slots__ = ("_chunks", "_disk", "_failed", "_path", "_sealing", "_store", "_sync", "_unsynced", "running")
+    __slots__ = ("_chunks", "_failed", "_sealing", "_store", "_sync", "_unsynced", "running")
 
     def __init__(
         self, store: MessageStore, chunks: list[_Chunk], unsynced: list[DataFile], sealing: list[DataFile], sync: bool
     ) -> None:
         self._store = store
-        self._disk = store.disk
-        self._path = store.path
         self._chunks = chunks
         self._unsynced = unsynced
         self._sealing = sealing
@@ -193,7 +191,7 @@ class Commit:
         for file in self._unsynced:
             file.sync()
         if not all(file.name_synced for file in self._unsynced):
-            self._disk.sync_dir(self._path)
+            self._store.disk.sync_dir(self._store.path)
             for file in self._unsynced:
                 file.name_synced = True
 
@@ -268,14 +266,8 @@ class MessageStore:
     def new_id_source(prefix: bytes | None = None) -> Callable[[], bytes]:
         """Ids that no other start of the store has used or will use."""
         start = secrets.token_bytes(8) if prefix is None else prefix
-        counter = 0
-
-        def next_id() -> bytes:
-            nonlocal counter
-            counter += 1
-            return start + counter.to_bytes(8, "big")
-
-        return next_id
+        numbers = itertools.count(1)
+        return lambda: start + next(numbers).to_bytes(8, "big")
 
     # ---- messages ----
 
@@ -372,9 +364,7 @@ class MessageStore:
     def read(self, msg_id: bytes) -> bytes:
         """The payload. Raises MessageMissing, or MessageDamaged where the disk does not have what was written."""
         flying = self._flying.get(msg_id)
-        if flying is not None:
-            return flying.payload if isinstance(flying.payload, bytes) else b"".join(flying.payload)
-        payload = self._unwritten.get(msg_id)
+        payload = self._unwritten.get(msg_id) if flying is None else flying.payload
         if payload is None:
             payload = self._cache.get(msg_id)
         if payload is not None:
@@ -606,10 +596,7 @@ class MessageStore:
         """Seal and sync everything and say in a few bytes a message where it is, for `open_clean`."""
         self.seal(sync=True)
         self.sweep()
-        files = [
-            FileTerms(file.key, file.generation, file.number, file.size, file.valid, file.records)
-            for file in self.data_files()
-        ]
+        files = [file.terms() for file in self.data_files()]
         return encode_terms(StoreTerms(self.index.kind, files, self.index.save(), self._next_number, self._next_key))
 
     @classmethod
@@ -632,17 +619,16 @@ class MessageStore:
         store = cls(disk, path, index=index, sync=sync, saved_index=saved.index_rows, **options)
         store._next_number = saved.next_number
         store._next_key = saved.next_key
-        for terms_of_file in saved.files:
-            file = DataFile(disk, path, terms_of_file.key, terms_of_file.number, terms_of_file.generation)
-            file.restore(terms_of_file)
+        for row in saved.files:
+            file = DataFile(disk, path, row.key, row.number, row.generation)
+            file.restore(row)
             store._next_generation = max(store._next_generation, file.generation + 1)
             store.register(file)
             store._drop_if_empty(file)
-        for name in left:
-            parsed = parse_name(name)
-            store._next_generation = max(store._next_generation, parsed.generation + 1 if parsed is not None else 0)
-            with contextlib.suppress(OSError):
-                disk.unlink(os.path.join(path, name))
+        for parsed in left:
+            store._next_generation = max(store._next_generation, parsed.generation + 1)
+            store._doomed.append(store._data_file(parsed.number, parsed.generation))
+        store.sweep()
         return store
 
     @classmethod

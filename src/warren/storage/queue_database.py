@@ -21,6 +21,7 @@ The table can be read with the `sqlite3` command, also while the queue is in use
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sqlite3
@@ -28,7 +29,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from warren.errors import DiskFullError, StoreClosedError, StoreFailedError, StoreFormatError, WarrenError
+from warren.errors import StoreClosedError, StoreFailedError, StoreFormatError, WarrenError
 from warren.kernel.checksum import crc32c
 from warren.kernel.entry import PERSISTENT, Entry
 from warren.storage.disk import Disk
@@ -125,6 +126,7 @@ class QueueDatabase:
         # No isolation level: the module would open transactions by itself. Bytes for text: a damaged text is no error.
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         db.text_factory = bytes
+        db.execute("PRAGMA cell_size_check = ON")  # damage is met when a page is read, not when it is changed
         return db
 
     def _open(self, digest: int | None) -> None:
@@ -175,8 +177,7 @@ class QueueDatabase:
     def _fail(self, error: Exception) -> WarrenError:
         """From now on everything is refused: SQLite may have undone the transaction, but the journal has it."""
         if self._broken is None:
-            kind = DiskFullError if _kind(error) == sqlite3.SQLITE_FULL else StoreFailedError
-            self._broken = kind(
+            self._broken = StoreFailedError(
                 f"{self.path or 'a temporary file of SQLite'}: {error}. Close the store and open it again: "
                 "the journal has everything that was confirmed"
             )
@@ -210,7 +211,8 @@ class QueueDatabase:
     def change_each(self, entries: list[Entry], sql: str, *values: Any) -> None:
         """One statement that has to change just the rows of `entries`: its last value is their seq_ids, as JSON."""
         seqs = json.dumps([entry.seq for entry in entries])
-        if self.change(sql, *values, seqs) != len(entries):
+        salvages = self.salvages
+        if self.change(sql, *values, seqs) != len(entries) and salvages == self.salvages:
             self._salvage("a row that was read is not found again")
             self.change(sql, *values, seqs)
 
@@ -251,7 +253,9 @@ class QueueDatabase:
         return bool(self.path) and (self._broken is not None or self._db.in_transaction)
 
     def commit(self, applied_lsn: int, next_seq: int) -> None:
-        """Make everything up to the journal's `applied_lsn` safe in the file. Requires: that LSN is synced."""
+        """Make everything up to the journal's `applied_lsn` safe in the file. Requires: that LSN is synced.
+
+        An OSError leaves everything as it was: the disk is full."""
         if not self.changed:
             return
         if self._broken is not None:
@@ -261,8 +265,8 @@ class QueueDatabase:
         try:
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            if _kind(error) == sqlite3.SQLITE_FULL and self._db.in_transaction:
-                raise DiskFullError(f"no room to write {self.path}; the journal still has its content") from error
+            if _kind(error) == sqlite3.SQLITE_FULL and self._db.in_transaction:  # nothing happened; another time
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path) from error
             raise self._fail(error) from error
         if self._salvaged:
             self._replace()
@@ -464,7 +468,7 @@ def _is_sound_state(row: _Row) -> bool:
 
 def _old_state(db: sqlite3.Connection) -> _Row:
     """The state of a damaged file, or that of a new one."""
-    with contextlib.suppress(sqlite3.Error):
+    with contextlib.suppress(sqlite3.Error, UnicodeError):
         for row in db.execute("SELECT format, applied_lsn, next_seq, crc FROM state LIMIT 1"):
             if _is_sound_state(row):
                 return tuple(row)

@@ -7,31 +7,40 @@ stay unreadable: no checksum of ours is true of zeros, so whoever wanted them fi
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 
 from warren.storage.disk import Disk, DiskFile
 
 _PIECE = 4096
 
 
-def read_around(file: Callable[[], DiskFile], count: int, offset: int) -> bytes:
-    """As `pread`. `file` gives the handle; it is asked again after an error."""
+def open_to_read(disk: Disk, path: str) -> DiskFile:
+    """As `Disk.open_read`."""
+    try:
+        return disk.open_read(path)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return disk.open_read(path)
+
+
+def read_around(file: DiskFile, count: int, offset: int) -> bytes:
+    """As `DiskFile.pread`."""
     for _ in range(2):
         try:
-            return file().pread(count, offset)
+            return file.pread(count, offset)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
     return _in_pieces(file, count, offset)
 
 
-def _in_pieces(file: Callable[[], DiskFile], count: int, offset: int) -> bytes:
+def _in_pieces(file: DiskFile, count: int, offset: int) -> bytes:
     pieces = []
     stop = offset + count
     while offset < stop:
         size = min(stop, (offset // _PIECE + 1) * _PIECE) - offset
         try:
-            piece = file().pread(size, offset)
+            piece = file.pread(size, offset)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
@@ -50,8 +59,8 @@ def read_whole(disk: Disk, path: str) -> bytes:
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-    file = disk.open_read(path)
+    file = open_to_read(disk, path)
     try:
-        return read_around(lambda: file, file.size, 0)
+        return read_around(file, file.size, 0)
     finally:
         file.close()

@@ -4,10 +4,10 @@ Clean: the file `recovery` says which slots of which segment are alive, and the 
 is erased as soon as it was read, so it can never describe a store that has changed since.
 
 Dirty, for the whole vhost: FLOOR, then the journal files from there on, then headers, slots and ack batches of every
-segment; bodies are not read. Acks of the journal are applied to slots; a message that is in the journal and in a slot
-(a checkpoint was cut short) is taken from the journal, and an ack that is in the journal and in .qa counts as not saved:
-who was killed before the sync, or was told that it failed, cannot know what of it is on the platter, and what is read now
-may be only in the page cache. The next checkpoint writes it again. The message store is counted anew from what is alive.
+segment; bodies are not read. Acks of the journal are applied to slots. After a checkpoint that was cut short a message
+is in the journal and in a slot, an ack in the journal and in .qa: then the journal's word counts, and the next checkpoint
+writes the other anew. What is read of it now may be only in the page cache, of a process that was killed before the sync,
+or of one whose sync failed. The message store is counted anew from what is alive.
 
 Records of a uid that the metadata does not know are dropped: the queue was deleted.
 """
@@ -34,7 +34,7 @@ from warren.storage.journal import list_files, read_floor
 from warren.storage.layout import HEADER_BYTES, JOURNAL_MAGIC, journal_path, unpack_header
 from warren.storage.ledger import Ledger
 from warren.storage.queue_index import QueueIndex
-from warren.storage.reading import read_around, read_whole
+from warren.storage.reading import open_to_read, read_around, read_whole
 from warren.storage.segment import Report
 
 TERMS_NAME = "recovery"
@@ -106,7 +106,9 @@ class StreamRecovery:
     counts: dict[int, int]
 
 
-def recover_stream(disk: Disk, directory: str, index: QueueIndex, state: JournalReplay, boot: int, report: Report) -> StreamRecovery:
+def recover_stream(
+    disk: Disk, directory: str, index: QueueIndex, state: JournalReplay, boot: int, report: Report
+) -> StreamRecovery:
     """Rebuild an index from its segments and the journal's word."""
     index.overlay = overlay = state.overlays[index.sid]
     stored: list[tuple[int, bytes]] = []
@@ -175,9 +177,9 @@ def _stored_in_journal(disk: Disk, directory: str, overlay: Overlay, segment_siz
     entries: list[Entry] = []
     damaged: list[tuple[int, int, int]] = []
     for _, number, start, stop, rows in split_rows(overlay.stored_rows(), segment_size, _SPAN_BYTES):
-        file = disk.open_read(journal_path(directory, number))
+        file = open_to_read(disk, journal_path(directory, number))
         try:
-            data = read_around(lambda: file, stop - start, start)
+            data = read_around(file, stop - start, start)
             read_publishes(rows, data, start, entries, damaged)
         finally:
             file.close()

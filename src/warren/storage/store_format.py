@@ -120,7 +120,7 @@ from warren.errors import StoreFormatError, WarrenError
 from warren.kernel.checksum import crc32c
 from warren.kernel.store_table import HINT_ROW_BYTES, hint_rows, scan_records
 from warren.storage.disk import Disk, DiskFile
-from warren.storage.reading import read_around, read_whole
+from warren.storage.reading import open_to_read, read_around, read_whole
 
 VERSION = 1
 DATA_MAGIC = b"WARRNRDQ"
@@ -257,18 +257,19 @@ class StoreTerms(NamedTuple):
     next_number: int
     next_key: int
 
-    def check_files(self, disk: Disk, path: str) -> list[str]:
-        """Raises TermsError unless `path` has these data files, with these sizes. The names of those that it has besides:
+    def check_files(self, disk: Disk, path: str) -> list[FileName]:
+        """Raises TermsError unless `path` has these data files, with these sizes. Returns those that it has besides:
         they could not be unlinked, or came back after a power loss, and nothing refers to them."""
         expected = {file_name(file.number, file.generation, DATA_SUFFIX): file.size for file in self.files}
-        names = [name for name in disk.listdir(path) if name.endswith(DATA_SUFFIX)]
-        if not expected.keys() <= set(names):
+        names = set(disk.listdir(path))
+        if not expected.keys() <= names:
             raise TermsError(f"{path} has not the files that its terms name")
         for name, size in expected.items():
             found = disk.size(os.path.join(path, name))
             if found != size:
                 raise TermsError(f"{name} in {path} has {found} bytes, not {size}")
-        return [name for name in names if name not in expected]
+        others = [parse_name(name) for name in sorted(names - expected.keys())]
+        return [name for name in others if name is not None and name.suffix == DATA_SUFFIX]
 
 
 def encode_terms(terms: StoreTerms) -> bytes:
@@ -405,6 +406,9 @@ class DataFile:
         self.rows = bytearray()
         return True
 
+    def terms(self) -> FileTerms:
+        return FileTerms(self.key, self.generation, self.number, self.size, self.valid, self.records)
+
     def restore(self, terms: FileTerms) -> None:
         """Take over a file that a clean stop left."""
         self.size, self.valid, self.records = terms.size, terms.valid, terms.records
@@ -418,9 +422,9 @@ class DataFile:
         """
         self.size = self._disk.size(self.path)
         self.sealed = True
-        handle = self._disk.open_read(self.path)
+        handle = open_to_read(self._disk, self.path)
         try:
-            header = read_around(lambda: handle, HEADER_BYTES, 0)
+            header = read_around(handle, HEADER_BYTES, 0)
         finally:
             handle.close()
         trouble = check_data_header(header, self.number, self.generation)

@@ -32,7 +32,6 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from warren.kernel.entry import (
-    IN_QS,
     IN_STORE,
     PERSISTENT,
     SLOTTED,
@@ -50,17 +49,11 @@ from warren.kernel.entry import (
 from warren.kernel.journal_codec import ACK, PURGE
 from warren.kernel.overlay import LIVE
 from warren.kernel.ranges import RangeSet
-from warren.storage.context import QueueContext
-from warren.storage.message_store import MessageDamaged, MessageMissing
-from warren.storage.payload import join_payload, split_payload
-from warren.storage.queue_index import QueueIndex
-from warren.storage.rates import Rates
-from warren.storage.seq_ids import SeqIds
+from warren.storage.paging import Paging
+from warren.storage.payload import join_payload
 
 T = TypeVar("T")
 _by_seq = attrgetter("seq")
-_READ_AHEAD = 256  # bodies read at once for single fetches
-_READ_AHEAD_BYTES = 1024 * 1024
 
 
 def _twos(flat: list[int]) -> Iterator[tuple[int, int]]:
@@ -68,48 +61,8 @@ def _twos(flat: list[int]) -> Iterator[tuple[int, int]]:
     return zip(flat[::2], flat[1::2], strict=True)
 
 
-class VariableQueue:
+class VariableQueue(Paging):
     """One stream (a queue, or one priority level of it). Implements `BackingQueue`."""
-
-    def __init__(self, index: QueueIndex, seqs: SeqIds, context: QueueContext, durable: bool = True) -> None:
-        self.index = index
-        self.seqs = seqs
-        self.durable = durable
-        self._context = context
-        self._settings = context.settings
-        self._journal = context.journal
-        self.q1: deque[Entry] = deque()
-        self.q2: deque[Entry] = deque()
-        self.q3: deque[Entry] = deque()
-        self.q4: deque[Entry] = deque()
-        self.delta_start = 0  # valid while delta_count > 0
-        self.delta_end = 0
-        self.delta_count = 0
-        self.delta_transient = 0  # transient messages among them, at most
-        self._len = 0
-        self._bytes = 0  # payload of ready messages
-        self._bytes_in_doubt = False  # damage in delta took some of them; made up for when delta is read
-        self._ram_count = 0  # ready messages whose body is in RAM
-        self._ram_bytes = 0  # their payload, and that of _ram_pending
-        self._ram_pending: dict[int, Entry] = {}
-        self._disk_pending = RangeSet()  # pending acks that are only on disk
-        self._disk_transient = RangeSet()  # those of them that are transient
-        self._disk_pending_bytes = 0
-        self._unacked_bytes = 0  # of _ram_pending
-        self._leased = RangeSet()  # part of _disk_pending that belongs to checkouts
-        self._stored = 0  # messages, ready or pending, whose payload is in the persistent message store
-        self.counts: dict[int, int] = {}  # seq_id -> delivery count, where it is not 0
-        self.returned = RangeSet()  # seq_ids that were handed out and came back
-        self.redelivered_below = 0  # everything below was perhaps handed out before a crash
-        self._hidden = RangeSet()  # published by transactions that are not committed yet
-        self._ack_is_synced = False  # an ack under way has its record in the journal already
-        self._confirmed: list[int] = []
-        self._unconfirmed = 0
-        self._rates = Rates(context.clock())
-        self._operations = 0  # the rates are looked at every 32nd
-        self._target = context.settings.ram_target
-        self._disk_reads = 0
-        self._disk_writes = 0
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -244,11 +197,6 @@ class VariableQueue:
         self._hidden.remove_pairs(pairs)
         self.accept(entries)
 
-    def note_stored(self, entries: list[Entry]) -> None:
-        """Count the messages whose payload is in the persistent store."""
-        if max(entry.size for entry in entries) >= self._settings.embed_below:
-            self._stored += sum(1 for entry in entries if entry.flags & IN_STORE and entry.flags & PERSISTENT)
-
     def _confirm(self, pairs: list[int]) -> None:
         self._unconfirmed -= sum(pairs[1::2])
         self._confirmed += pairs
@@ -275,17 +223,6 @@ class VariableQueue:
         else:
             self._insert(entries)
         self._settle_down()
-
-    def _last_seq(self) -> int:
-        if self.q1:
-            return self.q1[-1].seq
-        if self.q2:
-            return self.q2[-1].seq
-        if self.delta_count:
-            return self.delta_end - 1
-        if self.q3:
-            return self.q3[-1].seq
-        return self.q4[-1].seq if self.q4 else -1
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -353,96 +290,6 @@ class VariableQueue:
         if source is self.q3 and not source:
             self._refill()
         return entries
-
-    def _refill(self) -> None:
-        """q3 ran empty: the next piece of delta, or all of q1."""
-        if self.delta_count:
-            self._load_delta()
-        if not self.q3:
-            self.q4, self.q1 = self.q1, self.q4
-
-    def _load_delta(self) -> None:
-        """Read delta up to the next segment boundary into q3, until something is found or nothing is left."""
-        while self.delta_count and not self.q3:
-            size = self.index.segment_size
-            stop = min((self.delta_start // size + 1) * size, self.delta_end)
-            limit = self._settings.load_entries
-            entries, lost = self.index.read(self.delta_start, stop, limit)
-            self.delta_start = entries[-1].seq + 1 if len(entries) >= limit else stop
-            if lost:
-                self._lose([seq for seq in lost if seq not in self._ram_pending and seq not in self._disk_pending])
-            if self._ram_pending or self._disk_pending:
-                pending, leased = self._ram_pending, self._disk_pending
-                entries = [e for e in entries if e.seq not in pending and e.seq not in leased]
-            self.delta_count -= len(entries)
-            if self.delta_count and self.delta_start >= self.delta_end:
-                self._len -= self.delta_count  # damage took them; it was reported
-                self.delta_count = 0
-                self._bytes_in_doubt = True
-            if entries:
-                held, held_bytes = ram_total(entries)
-                self._ram_count += held
-                self._add_ram(held_bytes)
-                self.q3.extend(entries)
-        if not self.delta_count:
-            self.delta_transient = 0
-            self.q3.extend(self.q2)
-            self.q2.clear()
-            if self._bytes_in_doubt:
-                self._bytes = total_size(self.q3) + total_size(self.q1)
-                self._bytes_in_doubt = False
-
-    def _fill(self, entries: list[Entry]) -> list[Entry]:
-        """Give all of `entries` their bodies, and read ahead in q3; those that are damaged are left out. The RAM counts
-        are not touched for `entries`."""
-        ahead: list[Entry] = []
-        room = _READ_AHEAD_BYTES
-        for entry in self.q3:
-            room -= entry.size
-            if entry.flags & IN_STORE or room < 0 or len(ahead) + len(entries) >= _READ_AHEAD:
-                break
-            if entry.body is None:
-                ahead.append(entry)
-        lost = self._read_bodies(entries + ahead)
-        held, held_bytes = ram_total(ahead)
-        self._ram_count += held
-        self._add_ram(held_bytes)
-        if not lost:
-            return entries
-        gone = set(lost)
-        for entry in ahead:
-            if entry.seq in gone:
-                self.q3.remove(entry)
-                self._len -= 1
-                self._bytes -= entry.size
-        if not self.q3 and not self.q4:
-            self._refill()
-        return [entry for entry in entries if entry.seq not in gone]
-
-    def _read_bodies(self, entries: list[Entry]) -> list[int]:
-        """Read what is missing from wherever it is; the seq_ids that are damaged."""
-        lost = self.index.fill(entries)
-        for entry in entries:
-            if entry.body is None and entry.flags & IN_STORE:
-                durable = entry.flags & PERSISTENT
-                store = self._context.persistent_store if durable else self._context.transient_store
-                try:
-                    entry.head, entry.body = split_payload(store.read(entry.msg_id))
-                except MessageDamaged as damage:
-                    self._context.report(damage.path, damage.offset, damage.length, entry.seq, damage.why)
-                except MessageMissing as missing:
-                    self._context.report(store.path, 0, 0, entry.seq, str(missing))
-                if entry.body is None:
-                    self.index.lose(entry.seq)
-                    lost.append(entry.seq)
-        self._disk_reads += len(entries)
-        return lost
-
-    def _lose(self, seqs: list[int]) -> None:
-        """Entries of delta turned out to be damaged: they are not counted any more. Their sizes are not known."""
-        self._len -= len(seqs)
-        self.delta_count -= len(seqs)
-        self._bytes_in_doubt = True
 
     def _forget(self, entries: list[Entry]) -> None:
         """Messages leave for good: journal the acks of the persistent ones, drop the bodies of the others."""
@@ -521,31 +368,12 @@ class VariableQueue:
                 accumulator = function(entry, accumulator)
         return head, accumulator
 
-    def peek(self) -> Entry | None:
-        """The head, perhaps without its body; None when empty."""
-        if self.q4:
-            return self.q4[0]
-        return self.q3[0] if self.q3 else None
-
     # -- pending acks ------------------------------------------------------------------------------------------------
 
     def _pend(self, entries: list[Entry], size: int) -> None:
         record_pending(self._ram_pending, entries)
         self._unacked_bytes += size
         self._rates.taken += len(entries)
-
-    def _pend_on_disk(self, entries: list[Entry]) -> None:
-        """Pending acks of which only the seq_id stays in RAM. Transient ones are paged out first."""
-        if not entries:
-            return
-        transient = [entry for entry in entries if not entry.flags & PERSISTENT]
-        if transient:
-            self._page_out(transient)
-            self._page_out_slots(transient)
-            self._disk_transient.add_pairs(entry_ranges(sorted(transient, key=_by_seq)))
-        ordered = sorted(entries, key=_by_seq)
-        self._disk_pending.add_pairs(entry_ranges(ordered))
-        self._disk_pending_bytes += total_size(entries)
 
     def _take_disk_pending(self, seqs: list[int]) -> list[int]:
         """Remove those of `seqs` that are pending on disk and not leased; sorted."""
@@ -718,7 +546,12 @@ class VariableQueue:
         """Entries that are on disk are read into copies, a batch at a time."""
         cursor = start
         in_ram = sorted(
-            (e for queue in (self.q4, self.q3, self.q2, self.q1, self._ram_pending.values()) for e in queue if e.seq >= start),
+            (
+                e
+                for queue in (self.q4, self.q3, self.q2, self.q1, self._ram_pending.values())
+                for e in queue
+                if e.seq >= start
+            ),
             key=_by_seq,
         )
         position = 0
@@ -730,7 +563,7 @@ class VariableQueue:
             while position < len(in_ram) and in_ram[position].seq < upto:
                 entry = in_ram[position]
                 known.add(entry.seq)
-                batch.append(self._copy(entry) if entry.body is None else entry)
+                batch.append(entry.copy() if entry.body is None else entry)
                 position += 1
             if self.delta_count or self._disk_pending:
                 found, _ = self.index.read(cursor, upto, upto - cursor)
@@ -749,20 +582,6 @@ class VariableQueue:
             elif not self.delta_count and not self._disk_pending:
                 break
         return accumulator
-
-    @staticmethod
-    def _copy(entry: Entry) -> Entry:
-        return Entry(
-            entry.seq,
-            entry.head,
-            entry.body,
-            entry.flags,
-            entry.published_at,
-            entry.expiry,
-            entry.msg_id,
-            entry.size,
-            entry.offset,
-        )
 
     def purge(self) -> int:
         purged = self._len
@@ -810,11 +629,6 @@ class VariableQueue:
             first, stop = pairs[i], pairs[i] + pairs[i + 1]
             out += [[at, min(most, stop - at)] for at in range(first, stop, most)]
         return out
-
-    def _lowest_seq(self) -> int:
-        head = self.peek()
-        assert head is not None
-        return head.seq
 
     def purge_acks(self) -> int:
         seqs = [*self._ram_pending, *(seq for seq in self._disk_pending if seq not in self._leased)]
@@ -869,267 +683,5 @@ class VariableQueue:
         self._check()
         return len(leased)
 
-    # -- memory ------------------------------------------------------------------------------------------------------
-
-    def _add_ram(self, size: int) -> None:
-        self._ram_bytes += size
-        self._context.monitor.ram_bytes += size
-
-    def _settle_down(self) -> None:
-        """After every operation: rates, paging, invariants."""
-        self._operations += 1
-        if not self._operations & 31 and self._rates.update(self._context.clock()):
-            self._update_target()
-        if len(self.q1) + len(self.q4) + len(self._ram_pending) > self._target + self._settings.ram_slack:
-            self._reduce_memory()
-        if self._context.debug:
-            self._check()
-
-    def _update_target(self) -> None:
-        monitor = self._context.monitor
-        monitor.report(id(self), self.ram_duration())
-        most = self._settings.ram_target
-        if monitor.ram_bytes * 2 < monitor.cap:
-            self._target = most
-        else:
-            duration = monitor.update()
-            self._target = most if math.isinf(duration) else min(most, max(1, int(duration * self._rates.total)))
-
-    @property
-    def target_ram_count(self) -> int:
-        return self._target
-
-    def set_ram_duration_target(self, duration: float) -> None:
-        most = self._settings.ram_target
-        self._target = most if math.isinf(duration) else min(most, max(1, int(duration * self._rates.total)))
-        self._reduce_memory()
-        self._check()
-
-    def set_ram_target(self, count: int) -> None:
-        """Page down to `count` whole messages now, and stay there until the next update."""
-        self._target = count
-        self._reduce_memory()
-        self._check()
-
-    def ram_duration(self) -> float:
-        if self._rates.total < 0.04:
-            return math.inf
-        return (self._ram_count + len(self._ram_pending)) / (4 * self._rates.total)
-
-    def _reduce_memory(self) -> None:
-        surplus = len(self.q1) + len(self.q4) + len(self._ram_pending) - self._target
-        if surplus > 0:
-            rates = self._rates
-            if rates.ack_in - rates.ack_out > rates.in_rate - rates.out_rate:
-                self._push_alphas(self._limit_ram_acks(surplus))
-            else:
-                self._limit_ram_acks(self._push_alphas(surplus))
-        betas = len(self.q2) + len(self.q3)
-        if betas > self.index.segment_size:
-            surplus = betas - self._permitted_betas()
-            if surplus >= self._settings.io_batch:
-                self._push_betas(surplus)
-
-    def _push_alphas(self, quota: int) -> int:
-        """Alphas become betas: q1 from its head side, then q4 from its rear. What is left of the quota."""
-        count = min(quota, len(self.q1))
-        if count:
-            popleft = self.q1.popleft
-            moved = [popleft() for _ in range(count)]
-            self._to_betas(moved)
-            (self.q2 if self.delta_count else self.q3).extend(moved)
-            quota -= count
-        count = min(quota, len(self.q4))
-        if count:
-            pop = self.q4.pop
-            moved = [pop() for _ in range(count)]
-            self._to_betas(moved)
-            self.q3.extendleft(moved)
-            quota -= count
-        return quota
-
-    def _to_betas(self, entries: list[Entry]) -> None:
-        self._page_out(entries)
-        count, size = drop_bodies(entries)
-        self._ram_count -= count
-        self._add_ram(-size)
-
-    def _page_out(self, entries: list[Entry]) -> None:
-        """Make sure that the bodies of transient entries are on disk."""
-        small, count = [], 0
-        for entry in entries:
-            if not entry.flags & (PERSISTENT | IN_QS | IN_STORE):
-                count += 1
-                if entry.size < self._settings.embed_below:
-                    small.append(entry)
-                else:
-                    store = self._context.transient_store
-                    entry.msg_id = store.next_id()
-                    entry.flags |= IN_STORE
-                    store.write(entry.msg_id, join_payload(entry.head, entry.body), 1)
-        if small:
-            self.index.page_out(small)
-        self._disk_writes += count
-
-    def _page_out_slots(self, entries: list[Entry]) -> None:
-        unslotted = [entry for entry in entries if not entry.flags & (PERSISTENT | SLOTTED)]
-        if unslotted:
-            self.index.page_out_slots(unslotted)
-
-    def _limit_ram_acks(self, quota: int) -> int:
-        """The pending acks taken last go to disk. What is left of the quota."""
-        count = min(quota, len(self._ram_pending))
-        if count:
-            entries = [self._ram_pending.popitem()[1] for _ in range(count)]
-            size = total_size(entries)
-            self._unacked_bytes -= size
-            self._add_ram(-size)
-            self._pend_on_disk(entries)
-        return quota - count
-
-    def _permitted_betas(self) -> int:
-        if not self._len:
-            return self._len
-        if self._target == 0:
-            return min(len(self.q3), self.index.segment_size)
-        below = self._len - len(self.q1) - len(self.q4)
-        return max(self.index.segment_size, below - below * below // (below + self._target))
-
-    def _push_betas(self, quota: int) -> None:
-        """Betas go to delta: q3 from its rear, but not below the segment of its head; then q2 from its front."""
-        size = self.index.segment_size
-        q3, q2 = self.q3, self.q2
-        moved: list[Entry] = []
-        if q3:
-            boundary = (q3[0].seq // size + 1) * size
-            pop = q3.pop
-            while quota > len(moved) and q3 and q3[-1].seq >= boundary:
-                moved.append(pop())
-            moved.reverse()
-        if quota > len(moved) and q2:
-            popleft = q2.popleft
-            moved += [popleft() for _ in range(min(quota - len(moved), len(q2)))]
-        if moved:
-            self._leave_ram(moved)
-            self._to_delta(moved)
-
-    def _leave_ram(self, entries: list[Entry]) -> None:
-        held, held_bytes = ram_total(entries)
-        self._ram_count -= held
-        self._add_ram(-held_bytes)
-
-    def _to_delta(self, entries: list[Entry]) -> None:
-        """Requires: in order; not in any container; not in the RAM counts."""
-        if not entries:
-            return
-        self._page_out(entries)
-        self._page_out_slots(entries)
-        first, stop = entries[0].seq, entries[-1].seq + 1
-        if self.delta_count:
-            self.delta_start = min(self.delta_start, first)
-            self.delta_end = max(self.delta_end, stop)
-        else:
-            self.delta_start, self.delta_end = first, stop
-        self.delta_count += len(entries)
-        self.delta_transient += sum(1 for entry in entries if not entry.flags & PERSISTENT)
-
-    # -- size and information ----------------------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return self._len
-
-    def is_empty(self) -> bool:
-        return self._len == 0
-
-    def depth(self) -> int:
-        return self._len + self.pending_count
-
-    @property
-    def pending_count(self) -> int:
-        return len(self._ram_pending) + len(self._disk_pending)
-
-    def ready_bytes(self) -> int:
-        return self._bytes
-
-    def total_bytes(self) -> int:
-        """Payload of ready and pending messages."""
-        return self._bytes + self._unacked_bytes + self._disk_pending_bytes
-
-    def pending_pairs(self) -> list[int]:
-        """All pending acks, leases too, as a flat list first, count, ..."""
-        pending = RangeSet(self._disk_pending.pairs())
-        pending.add_pairs(seq_ranges(sorted(self._ram_pending)))
-        return pending.pairs()
-
-    def needs_timeout(self) -> bool:
-        return self._unconfirmed > 0
-
-    def timeout(self) -> None:
-        self._rates.update(self._context.clock(), force=True)
-        self._update_target()
-        self._reduce_memory()
-        self._check()
-
-    def resume(self) -> None:
-        self._reduce_memory()
-
-    def msg_rates(self) -> tuple[float, float]:
-        return self._rates.in_rate, self._rates.out_rate
-
     def invoke(self, function: Callable[[Any], T]) -> T:
         return function(self)
-
-    def info(self) -> dict[str, Any]:
-        rates = self._rates
-        return {
-            "q1": len(self.q1),
-            "q2": len(self.q2),
-            "delta": self.delta_count,
-            "q3": len(self.q3),
-            "q4": len(self.q4),
-            "len": self._len,
-            "pending_acks": self.pending_count,
-            "ram_pending_acks": len(self._ram_pending),
-            "ram_msg_count": self._ram_count,
-            "ram_bytes": self._ram_bytes,
-            "message_bytes": self._bytes + self._unacked_bytes + self._disk_pending_bytes,
-            "message_bytes_ready": self._bytes,
-            "message_bytes_unacknowledged": self._unacked_bytes + self._disk_pending_bytes,
-            "next_seq_id": self.seqs.next,
-            "target_ram_count": self._target,
-            "avg_ingress_rate": rates.in_rate,
-            "avg_egress_rate": rates.out_rate,
-            "avg_ack_ingress_rate": rates.ack_in,
-            "avg_ack_egress_rate": rates.ack_out,
-            "disk_reads": self._disk_reads,
-            "disk_writes": self._disk_writes,
-        }
-
-    def _check(self) -> None:
-        """The invariants at the top of this file."""
-        if not self._context.debug:
-            return
-        q1, q2, q3, q4, delta = self.q1, self.q2, self.q3, self.q4, self.delta_count
-        assert not q1 or q3, "q1 non-empty => q3 non-empty"
-        assert not q2 or delta, "q2 non-empty => delta non-empty"
-        assert not delta or q3, "delta non-empty => q3 non-empty"
-        assert (self._len == 0) == (not q3 and not q4), "len = 0 <=> q3 and q4 empty"
-        assert self._len == len(q1) + len(q2) + delta + len(q3) + len(q4), (self._len, self.info())
-        order = [e.seq for e in (*q4, *q3)]
-        if delta:
-            assert self.delta_start < self.delta_end
-            assert not order or order[-1] < self.delta_start
-            order.append(self.delta_end - 1)
-        order += [e.seq for e in (*q2, *q1)]
-        assert all(a < b for a, b in zip(order, order[1:], strict=False)), f"order by seq_id: {order}"
-        assert all(e.body is not None for e in (*q1, *q4)), "q1 and q4 hold alphas"
-        held, held_bytes = 0, 0
-        for queue in (q1, q2, q3, q4):
-            count, size = ram_total(queue)
-            held += count
-            held_bytes += size
-        assert held == self._ram_count, (held, self._ram_count)
-        pending = total_size(self._ram_pending.values())
-        assert pending == self._unacked_bytes, (pending, self._unacked_bytes)
-        assert held_bytes + pending == self._ram_bytes, (held_bytes, pending, self._ram_bytes)
-        assert self._bytes >= 0 and self._disk_pending_bytes >= 0

@@ -58,6 +58,7 @@ from warren.storage.volatile_queue import VolatileQueue
 log = logging.getLogger("warren.storage")
 
 DURABILITIES = ("fsync", "os", "memory")
+MEMORY_MARKER = ".memory"  # the directory was last used with durability "memory"
 
 
 class VhostOpening:
@@ -145,8 +146,7 @@ class VhostOpening:
         self.ledger = Ledger()
         journal_directory = os.path.join(self.root, "journal")
         records = [record for record in self.metadata.queues() if record.durable]
-        if self.durability == "memory":
-            self._refuse_memory(records)
+        self._prepare_memory(records)
         taken = self._take_terms()
         indexes: dict[int, QueueIndex] = {}
         replayed: JournalReplay | None = None
@@ -213,6 +213,21 @@ class VhostOpening:
         self.ledger.attach(self.journal)
         self._lost_and_found()
         self._begin()
+
+    def _prepare_memory(self, records: list[QueueRecord]) -> None:
+        """A directory that was last used with durability 'memory' holds nothing that counts: whatever was paged out goes.
+        One that holds persistent messages is not opened in that way."""
+        marker = os.path.join(self.root, MEMORY_MARKER)
+        if self.disk.exists(marker):
+            for part in ("queues", "journal"):
+                self.disk.remove_tree(os.path.join(self.root, part))
+                self.disk.make_dirs(os.path.join(self.root, part))
+            if self.durability != "memory":
+                self.disk.unlink(marker)
+                self.disk.sync_dir(self.root)
+        elif self.durability == "memory":
+            self._refuse_memory(records)
+            self.disk.replace(marker, b"")
 
     def _refuse_memory(self, records: list[QueueRecord]) -> None:
         kept = os.path.join(self.root, "queues")

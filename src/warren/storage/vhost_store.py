@@ -20,6 +20,7 @@ from typing import Any
 from warren.errors import (
     MessageTooLargeError,
     QueueNotFoundError,
+    StoreFailedError,
 )
 from warren.kernel.entry import IN_STORE, PERSISTENT, Entry
 from warren.kernel.journal_codec import CHECKOUT, DEDUP, LEASE
@@ -254,13 +255,13 @@ class VhostStore(VhostOpening):
             for queue, entry in publishes:
                 entry.seq = queue.seqs.take(1)
                 seqs.append(entry.seq)
-            buffer = self.journal.buffer
-            buffer.begin_group()
-            for queue, entry in publishes:
-                queue.backing.journal_publish([entry], HIDDEN)
-            for queue, acked in acks:
-                queue.backing.journal_ack(acked)
-            buffer.end_group()
+            if self.durability != "memory":
+                self.journal.buffer.begin_group()
+                for queue, entry in publishes:
+                    queue.backing.journal_publish([entry], HIDDEN)
+                for queue, acked in acks:
+                    queue.backing.journal_ack(acked)
+                self.journal.buffer.end_group()
 
             def apply() -> None:
                 for queue, entry in publishes:
@@ -268,6 +269,9 @@ class VhostStore(VhostOpening):
                 for queue, acked in acks:
                     queue.backing.ack_committed(acked)
 
+            if self.durability == "memory":
+                apply()
+                return seqs
             self.journal.after(apply)
             lsn = self.journal.appended_lsn
         self.committer.sync(lsn)
@@ -350,7 +354,11 @@ class VhostStore(VhostOpening):
         for _, backing in queues:
             if backing.database.changed:
                 with self._synced():
-                    backing.commit()
+                    try:
+                        backing.commit()
+                    except StoreFailedError as error:  # the file lacks what is in the journal: that must be replayed
+                        self.committer.fail(error)
+                        raise
 
     def seq_ids(self) -> list[SeqIds]:
         return [queue.seqs for queue in self.queues.values() if queue.durable]
@@ -397,8 +405,8 @@ class VhostStore(VhostOpening):
 
     @contextlib.contextmanager
     def disk_errors(self) -> Iterator[None]:
-        """For writes outside of a commit. For want of disk publishing stops, and the work is done another time; after any
-        other error what the disk holds is unknown, and the store has failed."""
+        """For writes outside of a commit. For want of disk publishing stops, and the work is done another time; after
+        any other error what the disk holds is unknown, and the store has failed."""
         try:
             yield
         except OSError as error:
@@ -513,8 +521,8 @@ class VhostStore(VhostOpening):
                 if self.durability != "memory":
                     with self.disk_errors():
                         self._checkpoint(seal=True, carry_below=0)
-                        # What the checkpoint carried (reservations, state) is in a new file; the terms have it, too, but
-                        # the file stays: the terms may be damaged, or the next start cut short after it took them.
+                        # What the checkpoint carried (reservations, state) is in a new file. The terms have it, too, but
+                        # it stays: the terms may be damaged, or the next start cut short after it took them.
                         self._roll()
                         with self.lock:
                             self._write_terms()

@@ -1,0 +1,574 @@
+"""The fault campaign: one run that touches everything (`fault_workload.py`), and every way in which a disk can end it.
+
+    power     before each call of the disk the machine loses power: of what was not synced nothing is left, or all of it,
+              or any part in any order; or only the process dies
+    tears     each write is torn at each byte
+    errors    each call fails, with EIO and with ENOSPC
+    again     power is lost a second time while the store recovers from the first loss
+
+After each of them the store opens again, a confirmed message is there, an acked one is not, a transaction is whole, and
+the store can be worked with.
+
+For power and tears the run happens once: before a call the disk is cloned, and the clone loses power. An error changes
+what the engine does next, so for each one the run is done anew.
+
+A failure names the call, the mode and the seed. `WARREN_FAULT_AT=<call>` with `--hypothesis-seed=<seed>` repeats it.
+"""
+
+from __future__ import annotations
+
+import ast
+import concurrent.futures
+import dataclasses
+import errno
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import warren.storage
+from tests.fault_workload import SCRIPT, SETTINGS, Driver, Witness, check, open_store, work_on
+from tests.faulty_disk import Call, FaultyDisk, Mode
+from warren.errors import DiskFullError, StoreFailedError
+from warren.storage.disk import Disk
+
+ONLY_AT = int(os.environ.get("WARREN_FAULT_AT", "0"))
+ALL = 1 << 30
+MUTATIONS = frozenset(
+    ("create", "pwrite", "sync", "rename", "link", "unlink", "mkdir", "rmdir", "sync_dir", "sync_all", "reserve")
+)
+# What a full disk can refuse. (Copy-on-write filesystems need room to unlink.)
+NEEDS_ROOM = frozenset(
+    ("create", "pwrite", "sync", "rename", "link", "unlink", "mkdir", "sync_dir", "sync_all", "reserve")
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet_log() -> Iterator[None]:
+    """Thousands of recoveries have much to say."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Path]:
+    """A directory for the real files (SQLite's) of many disks; in memory where there is a place for it."""
+    place = Path("/dev/shm")
+    path = Path(tempfile.mkdtemp(dir=place if os.access(place, os.W_OK) else tmp_path, prefix="warren-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def the_run(disk: FaultyDisk, witness: Witness, **options: Any) -> Driver:
+    """The driver of a run that is not begun yet."""
+    return Driver(disk, f"{disk.root}/data", witness, **options)
+
+
+def do_all(driver: Driver) -> None:
+    for step in SCRIPT:
+        driver.do(step)
+
+
+def clean_up(driver: Driver) -> None:
+    """Let go of what is outside of the simulated disk: SQLite, and the lock."""
+    if driver.store is not None:
+        driver.store.abandon()
+        driver.store = None
+
+
+class Crashes(list[Call]):
+    """The trace of a disk. Before a call it shows what a crash at this moment would leave to `look`."""
+
+    def __init__(self, disk: FaultyDisk, witness: Witness, look: Callable[[int, Call, Call | None], None]) -> None:
+        super().__init__()
+        self._disk = disk
+        self._witness = witness
+        self._look = look
+        self._seen: tuple[int, int, int] | None = None
+        self._changes = 0
+        disk.trace = self
+
+    def append(self, call: Call) -> None:
+        before = self[-1] if self else None
+        super().append(call)
+        state = (self._changes, self._witness.version, len(self._witness.unsure))
+        if state != self._seen:  # else it is as it was before the last call
+            self._seen = state
+            self._look(len(self), call, before)
+        if call.kind in MUTATIONS:
+            self._changes += 1
+
+
+class Campaign:
+    """What one test looks at, and what it counts."""
+
+    def __init__(self, arena: Path, seed: int) -> None:
+        self.arena = arena
+        self.seed = seed
+        self.crashes = 0
+        self.followed = 0
+        self.snapshots = 0
+        self._roots = 0
+
+    def root(self) -> str:
+        self._roots += 1
+        return str(self.arena / str(self._roots))
+
+    def chance(self, *what: object) -> random.Random:
+        """The same for the same crash, whatever else the run looks at."""
+        return random.Random(repr((self.seed, *what)))
+
+    def crash(
+        self,
+        disk: FaultyDisk,
+        witness: Witness,
+        mode: Mode,
+        where: str,
+        *,
+        tear: int | None = None,
+        zero_tails: bool = False,
+        follow: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """A copy of `disk` crashes; what is left must hold what the witness was promised."""
+        root = self.root()
+        name = f"{where}, mode {mode}{'' if tear is None else f', torn at byte {tear}'}, seed {self.seed}"
+        twin = disk.clone(root)
+        twin.trace_sites = False
+        after = twin.crash(self.chance(name), mode, tear=tear, zero_tails=zero_tails)
+        try:
+            self.verify(after, witness, name, follow=follow, options=options or {})
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+
+    def verify(
+        self, disk: FaultyDisk, witness: Witness, name: str, *, follow: bool = False, options: dict[str, Any]
+    ) -> None:
+        self.crashes += 1
+        data = f"{disk.root}/data"
+        try:
+            store = open_store(disk, data, **options)
+            try:
+                check(store, witness)
+                if follow:
+                    self.followed += 1
+                    store = work_on(store, disk, data, witness.copy(), **options)
+            finally:
+                store.abandon()
+            if follow:
+                self.check_snapshots(disk, witness)
+        except Exception as error:
+            raise AssertionError(f"after {name}: {type(error).__name__}: {error}") from error
+
+    def check_snapshots(self, disk: FaultyDisk, witness: Witness) -> None:
+        for name, then in witness.snapshots:
+            self.snapshots += 1
+            store = open_store(disk, f"{disk.root}/{name}")
+            try:
+                check(store, then)
+            finally:
+                store.abandon()
+
+
+def in_parts(parts: int, work: Callable[..., tuple[int, ...]], *arguments: Any) -> tuple[int, ...]:
+    """`work(part, parts, ...)` for each part, each in a process of its own; the sums of what they return."""
+    if parts == 1:
+        return work(0, 1, *arguments)
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(parts, mp_context=context) as pool:
+        counted = [pool.submit(work, part, parts, *arguments) for part in range(parts)]
+        return tuple(map(sum, zip(*(one.result() for one in counted), strict=True)))
+
+
+def describe(n: int, call: Call) -> str:
+    return f"call {n} ({call.kind} {os.path.basename(call.path)} at {call.site})"
+
+
+# ---- the run itself ----
+
+
+def test_the_run_reaches_every_corner_without_faults(arena):
+    disk = FaultyDisk(arena / "disk")
+    witness = Witness()
+    driver = the_run(disk, witness)
+    for step in SCRIPT:
+        driver.do(step)
+        check(driver.open, witness, live=True)
+    clean_up(driver)
+    kinds = {call.kind for call in disk.trace}
+    assert kinds >= MUTATIONS
+    endings = {os.path.splitext(call.path)[1] for call in disk.trace}
+    assert endings >= {".wal", ".qi", ".qs", ".qa", ".rdq", ".rdh", ".part"}
+    assert any(call.path.endswith("0.1.rdq") for call in disk.trace), "no two files of the message store were merged"
+    assert any("msg_store_transient" in call.path and call.kind == "pwrite" for call in disk.trace)
+
+
+def test_the_run_is_the_same_every_time(arena):
+    traces = []
+    for name in ("one", "two"):
+        disk = FaultyDisk(arena / name)
+        driver = the_run(disk, Witness())
+        do_all(driver)
+        clean_up(driver)
+        traces.append([(call.kind, call.path.replace(disk.root, "")) for call in disk.trace])
+    assert traces[0] == traces[1]
+
+
+# ---- power ----
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("sync_all_above", [SETTINGS.sync_all_above, 64])
+def test_power_loss_before_any_call_keeps_every_promise(arena, scale, seed, record_property, sync_all_above):
+    """64: each file and directory is synced by itself, never all by one syncfs."""
+    campaign = Campaign(arena, seed)
+    options = {"settings": dataclasses.replace(SETTINGS, sync_all_above=sync_all_above)}
+    disk = FaultyDisk(arena / "disk")
+    disk.trace_sites = True
+    witness = Witness()
+    every = 1 if scale.full else 10
+    looked = 0
+
+    def look(n: int, call: Call, before: Call | None) -> None:
+        nonlocal looked
+        if n < 2 or (n != ONLY_AT if ONLY_AT else (n + seed) % every):
+            return
+        looked += 1
+        where = describe(n, call)
+        campaign.crash(disk, witness, "none", where, follow=looked % 3 == 0, options=options)
+        campaign.crash(disk, witness, "all", where, follow=looked % 3 == 1, options=options)
+        campaign.crash(disk, witness, "random", where, follow=looked % 3 == 2, options=options)
+        campaign.crash(disk, witness, "random", f"{where} with holes", zero_tails=True, options=options)
+
+    Crashes(disk, witness, look)
+    driver = the_run(disk, witness, **options)
+    do_all(driver)
+    clean_up(driver)
+    record_property("calls", len(disk.trace))
+    record_property("power losses", campaign.crashes)
+    record_property("stores worked on with afterwards", campaign.followed)
+    record_property("snapshots opened", campaign.snapshots)
+
+
+@pytest.mark.timeout(1500)
+def test_a_killed_process_and_then_a_power_loss_keep_every_promise(arena, scale, seed, record_property):
+    """What a killed process left in the page cache looks like what is on the platter, and is not."""
+    campaign = Campaign(arena, seed)
+    disk = FaultyDisk(arena / "disk")
+    disk.trace_sites = True
+    witness = Witness()
+    every = 1 if scale.full else 10
+
+    def look(n: int, call: Call, before: Call | None) -> None:
+        if n < 2 or (n != ONLY_AT if ONLY_AT else (n + seed) % every):
+            return
+        root = campaign.root()
+        name = f"{describe(n, call)}, mode process, seed {seed}"
+        after = disk.clone(root).crash(mode="process")
+        after.trace_sites = False
+        try:
+            store = open_store(after, f"{root}/data")
+            try:
+                check(store, witness)
+                for mode in ("none", "random"):
+                    campaign.crash(after, witness, mode, f"{name}, opened again")
+                # What was in doubt moves on, and what it was made of goes.
+                store.checkpoint(seal=True, carry_below=(None, 0, ALL)[n % 3])
+                for mode in ("none", "random"):
+                    campaign.crash(after, witness, mode, f"{name}, opened again, checkpointed")
+                store.checkpoint(seal=True)
+                store.close()
+                for mode in ("none", "random"):
+                    campaign.crash(after, witness, mode, f"{name}, opened again, closed", follow=mode == "none")
+            finally:
+                store.abandon()
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+
+    Crashes(disk, witness, look)
+    driver = the_run(disk, witness)
+    do_all(driver)
+    clean_up(driver)
+    record_property("crashes", campaign.crashes)
+
+
+@pytest.mark.timeout(1500)
+def test_a_second_power_loss_during_recovery_keeps_every_promise(arena, scale, seed, record_property):
+    campaign = Campaign(arena, seed)
+    disk = FaultyDisk(arena / "disk")
+    disk.trace_sites = True
+    witness = Witness()
+    every = 37 if scale.full else 370
+
+    def look(n: int, call: Call, before: Call | None) -> None:
+        if n < 2 or (n != ONLY_AT if ONLY_AT else (n + seed) % every):
+            return
+        for first in ("none", "all", "random", "process"):
+            root = campaign.root()
+            name = f"{describe(n, call)}, mode {first}, seed {seed}"
+            after = disk.clone(root).crash(campaign.chance(name), first)
+
+            def look_again(
+                m: int, call: Call, before: Call | None, name: str = name, after: FaultyDisk = after
+            ) -> None:
+                for mode in ("none", "all", "random"):
+                    campaign.crash(after, witness, mode, f"{name}, and then {describe(m, call)}")
+
+            Crashes(after, witness, look_again)
+            open_store(after, f"{root}/data").abandon()
+            shutil.rmtree(root, ignore_errors=True)
+
+    Crashes(disk, witness, look)
+    driver = the_run(disk, witness)
+    do_all(driver)
+    clean_up(driver)
+    record_property("crashes during recovery", campaign.crashes)
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_process_loses_nothing_in_os_durability(arena, scale, seed, record_property):
+    """And after a power loss, of which it promises nothing, it opens again."""
+    campaign = Campaign(arena, seed)
+    disk = FaultyDisk(arena / "disk")
+    disk.trace_sites = True
+    witness = Witness()
+    options = {"durability": "os"}
+    every = 3 if scale.full else 30
+
+    def look(n: int, call: Call, before: Call | None) -> None:
+        if n < 2 or (n + seed) % every:
+            return
+        campaign.crash(disk, witness, "process", describe(n, call), follow=n % 2 == 0, options=options)
+        root = campaign.root()
+        after = disk.clone(root).crash(campaign.chance(n), "random")
+        store = open_store(after, f"{root}/data", **options)
+        store.close()
+        shutil.rmtree(root, ignore_errors=True)
+
+    Crashes(disk, witness, look)
+    driver = the_run(disk, witness, **options)
+    do_all(driver)
+    clean_up(driver)
+    record_property("crashes", campaign.crashes)
+
+
+# ---- torn writes ----
+
+
+def tear_writes(part: int, parts: int, arena: Path, seed: int, most: int) -> tuple[int, int]:
+    """Tear each write of the run that is in this part, at `most` bytes at most: writes, tears."""
+    campaign = Campaign(arena / f"part{part}", seed)
+    disk = FaultyDisk(campaign.root())
+    disk.trace_sites = True
+    witness = Witness()
+    writes = 0
+
+    def look(n: int, call: Call, before: Call | None) -> None:
+        nonlocal writes
+        if before is None or before.kind != "pwrite" or n % parts != part or (ONLY_AT and n != ONLY_AT):
+            return
+        size = disk.last_write_size
+        if size < 2:
+            return
+        writes += 1
+        places: Any = range(1, size)
+        if size > most:
+            places = sorted(campaign.chance("tear", n).sample(places, most))
+        # The real files are the same for all of them: starts that only look change nothing but the count of starts.
+        root = campaign.root()
+        frozen = disk.clone(root)
+        frozen.trace_sites = False
+        for byte in places:
+            name = f"{describe(n, call)}, torn at byte {byte} of {size}, seed {seed}"
+            after = frozen.clone().crash(campaign.chance(name), "all", tear=byte)
+            campaign.verify(after, witness, name, options={})
+        shutil.rmtree(root, ignore_errors=True)
+
+    Crashes(disk, witness, look)
+    driver = the_run(disk, witness)
+    do_all(driver)
+    clean_up(driver)
+    return writes, campaign.crashes
+
+
+@pytest.mark.timeout(3000)
+def test_a_write_torn_at_any_byte_keeps_every_promise(arena, scale, seed, record_property):
+    parts = (os.cpu_count() or 1) if scale.full else 1
+    writes, tears = in_parts(parts, tear_writes, arena, seed, ALL if scale.full else 2)
+    record_property("writes torn", writes)
+    record_property("bytes at which a write was torn", tears)
+
+
+# ---- errors ----
+
+
+@dataclasses.dataclass
+class Outcome:
+    site: str
+    kind: str
+    how: str  # survived, refused, failed
+
+
+def fail_once(root: str, n: int, error: int, seed: int) -> Outcome:
+    """The run, in which the n-th call fails; then a crash, and a check of all promises."""
+    chance = random.Random(repr((seed, n, error)))
+    disk = FaultyDisk(root)
+    disk.trace_sites = True
+    disk.rng.seed(repr((seed, n, error)))
+    witness = Witness()
+    driver = the_run(disk, witness)
+    driver.patient = True
+    disk.fail_at(n, error)
+    mode = chance.choice(["none", "all", "random", "process"])
+    try:
+        try:
+            do_all(driver)
+            check(driver.open, witness, live=True)
+            how = "refused" if driver.refused else "survived"
+        except StoreFailedError:
+            how = "failed"
+            if driver.store is not None and driver.store.committer.failed is not None:
+                confirm_nothing_more(driver)
+        call = disk.trace[n - 1]
+        if error == errno.ENOSPC and call.kind == "pwrite" and how == "failed":
+            raise AssertionError("the store failed for want of disk")
+        clean_up(driver)
+        after = disk.crash(chance, mode)
+        store = open_store(after, f"{root}/data")
+        try:
+            check(store, witness)
+            store = work_on(store, after, f"{root}/data", witness.copy())
+        finally:
+            store.abandon()
+    except Exception as broken:
+        what = describe(n, disk.trace[n - 1])
+        raise AssertionError(
+            f"{what} failed with {errno.errorcode[error]}, then mode {mode}, seed {seed}: "
+            f"{type(broken).__name__}: {broken}"
+        ) from broken
+    finally:
+        clean_up(driver)
+        shutil.rmtree(root, ignore_errors=True)
+    return Outcome(call.site, call.kind, how)
+
+
+def confirm_nothing_more(driver: Driver) -> None:
+    """A store that failed says so to everybody, until it is opened again."""
+    store = driver.open
+    with pytest.raises(StoreFailedError):
+        store.sync()
+    with pytest.raises(StoreFailedError):
+        store.declare("new")
+    for queue in store.queues.values():
+        with pytest.raises(StoreFailedError):
+            store.reserve(queue, 1)
+
+
+def calls_to_fail(arena: Path, scale: Any, seed: int, kinds: frozenset[str] | None, every: int) -> list[int]:
+    """Numbers of calls: one of each call site at least, and a sample of the others; all of them in a full run."""
+    disk = FaultyDisk(arena / "plain")
+    disk.trace_sites = True
+    driver = the_run(disk, Witness())
+    do_all(driver)
+    clean_up(driver)
+    sites: dict[tuple[str, str], list[int]] = {}
+    for n, call in enumerate(disk.trace, 1):
+        if kinds is None or call.kind in kinds:
+            sites.setdefault((call.site, call.kind), []).append(n)
+    if ONLY_AT:
+        return [ONLY_AT]
+    chance = random.Random(seed)
+    chosen = {chance.choice(numbers) for numbers in sites.values()}
+    chosen.update(n for numbers in sites.values() for n in numbers if scale.full or (n + seed) % every == 0)
+    return sorted(chosen)
+
+
+@pytest.mark.timeout(3000)
+def test_a_full_disk_at_any_call_refuses_and_then_goes_on(arena, scale, seed, record_property):
+    numbers = calls_to_fail(arena, scale, seed, NEEDS_ROOM, 40)
+    outcomes = [fail_once(str(arena / str(n)), n, errno.ENOSPC, seed) for n in numbers]
+    record_property("calls failed with ENOSPC", len(outcomes))
+    record_property("call sites", len({outcome.site for outcome in outcomes}))
+    for how in ("survived", "refused", "failed"):
+        record_property(how, sum(outcome.how == how for outcome in outcomes))
+    # A sync that says ENOSPC leaves it open what is on the platter; that is not a full disk to wait for.
+    assert {outcome.kind for outcome in outcomes if outcome.how == "failed"} <= {"sync", "sync_dir", "sync_all"}
+
+
+@pytest.mark.timeout(3000)
+def test_an_error_at_any_call_site_fails_the_store_or_harms_nothing(arena, scale, seed, record_property):
+    numbers = calls_to_fail(arena, scale, seed, None, 40)
+    outcomes = [fail_once(str(arena / str(n)), n, errno.EIO, seed) for n in numbers]
+    record_property("calls failed with EIO", len(outcomes))
+    for how in ("survived", "failed"):
+        record_property(how, sum(outcome.how == how for outcome in outcomes))
+    reached = {outcome.site for outcome in outcomes}
+    record_property("call sites", len(reached))
+    if not ONLY_AT:
+        never = sorted(site for site, lines in call_sites().items() if not any(line in reached for line in lines))
+        assert [site for site in never if site not in NEVER_REACHED] == []
+
+
+# Calls of the disk in `storage/` that the run does not come to, and why.
+NEVER_REACHED: dict[str, str] = {}
+
+_METHODS = {
+    name for kind in (Disk,) for name in vars(kind) if not name.startswith("_") and name not in ("exists", "is_dir")
+} | {"append", "pwrite", "pread", "sync", "reserve"}
+
+
+def call_sites() -> dict[str, list[str]]:
+    """Where the source of `storage/` calls a disk or a file: "file.py:line" -> all lines of that call."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(Path(warren.storage.__path__[0]).glob("*.py")):
+        if path.name in ("disk.py", "verify.py", "queue_database.py", "sqlite_queue.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr in _METHODS and is_disk(node.func.value, node.func.attr):
+                lines = [f"{path.name}:{line}" for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)]
+                found[lines[0]] = lines
+    return found
+
+
+def is_disk(value: ast.expr, method: str) -> bool:
+    name = ast.unparse(value)
+    if name.endswith("disk"):
+        return True
+    files = ("file", "handle", "reader", "source", "target", "log")
+    return name.split(".")[-1].lstrip("_") in files and method in ("append", "pwrite", "pread", "sync", "reserve")
+
+
+def test_a_disk_that_stays_full_refuses_and_says_so(arena):
+    """Not one call, but every one from some moment on."""
+    disk = FaultyDisk(arena / "disk")
+    witness = Witness()
+    driver = the_run(disk, witness)
+    driver.start()
+    driver.declare("a")
+    driver.publish("a", [30] * 5)
+    driver.sync()
+    disk.capacity = 0
+    driver.publish("a", [30] * 3)
+    with pytest.raises(DiskFullError, match="nothing is lost"):
+        driver.open.sync()
+    with pytest.raises(DiskFullError, match="consume messages"):
+        driver.publish("a", [30])
+    disk.capacity = None
+    driver.sync()
+    driver.make_room()
+    driver.publish("a", [30])
+    driver.sync()
+    clean_up(driver)
+    Campaign(arena, 0).verify(disk.crash(mode="none"), witness, "a full disk", follow=True, options={})
