@@ -349,10 +349,13 @@ def test_what_a_crash_leaves_is_harmless_and_shown(data):
     [root] = vhost_roots(str(data))
     Path(root, "msg_store_persistent", "999.0.rdq.part").write_bytes(b"half")
     Path(root, "queues", "0" * 24 + "-999").mkdir()
+    hint = min(Path(root, "msg_store_persistent").glob("*.rdh"))
+    hint.write_bytes(hint.read_bytes()[:70])
     result = run("store", "verify", data)
     assert result.exit_code == 0
     assert "999.0.rdq.part" in result.stdout
     assert "lost+found" in result.stdout
+    assert hint.name in result.stdout
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense" * 100])

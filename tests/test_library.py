@@ -39,6 +39,7 @@ from warren.errors import (
     WarrenError,
 )
 from warren.kernel.checksum import crc32c
+from warren.storage.journal import JournalCommit
 from warren.storage.layout import JOURNAL_MAGIC, hashed, pack_header
 from warren.storage.settings import EngineSettings
 
@@ -1238,6 +1239,30 @@ def test_threads_share_a_store(store, queue):
     assert sorted(seen) == sorted(number * 1000 + n for number in range(4) for n in range(200))
     assert (len(queue), queue.info()["pending_acks"]) == (0, 0)
     assert {int(m.body) for m in other.get_many(1000)} <= set(seen)
+
+
+def test_what_was_paged_out_is_read_while_a_commit_is_under_way(store, queue, monkeypatch):
+    started, go_on = threading.Event(), threading.Event()
+    write = JournalCommit.run
+
+    def slow(commit: JournalCommit) -> None:
+        started.set()
+        go_on.wait(30)
+        write(commit)
+
+    queue.publish_many([b"%d" % n for n in range(10)])
+    store.sync()  # from here on seq_ids are reserved, and nobody has to wait for more
+    monkeypatch.setattr(JournalCommit, "run", slow)
+    queue.publish_many([b"%d" % n for n in range(10, 20)])
+    committed = in_thread(store.sync)
+    assert started.wait(30)
+    queue.publish_many([b"%d" % n for n in range(20, 100)])  # more than RAM takes: bodies are in the buffer only
+    try:
+        assert seqs(list(queue.browse(start_seq=50))) == list(range(50, 100))
+        assert seqs(queue.get_many(100)) == list(range(100))
+    finally:
+        go_on.set()
+        committed()
 
 
 def test_threads_that_make_the_same_queue_get_the_same_queue(store):

@@ -25,6 +25,7 @@ from warren.queueing.message import Message
 from warren.queueing.properties import encode_head
 from warren.storage.payload import join_payload
 from warren.storage.priority_queue import PriorityQueue
+from warren.storage.sqlite_queue import SqliteQueue
 from warren.storage.vhost_store import StoredQueue, VhostStore
 
 _SLICE = 1024 * 1024
@@ -430,9 +431,12 @@ class Queue:
         with self._store.lock:
             self._check()
             backing = self._backing
-            # A priority queue visits level by level: the first `limit` of each hold the first `limit` of all.
-            for level in backing.levels if isinstance(backing, PriorityQueue) else (backing,):
-                level.fold(visit, 0, start)
+            if isinstance(backing, SqliteQueue):
+                backing.fold_by_seq(visit, 0, start)
+            else:
+                # A priority queue visits level by level: the first `limit` of each hold the first `limit` of all.
+                for level in backing.levels if isinstance(backing, PriorityQueue) else (backing,):
+                    level.fold(visit, 0, start)
             found.sort(key=_by_seq)
             del found[limit:]
             messages = deliveries(Message, found, self, backing.redelivered_below, backing.returned, backing.counts)

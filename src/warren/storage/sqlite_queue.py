@@ -335,25 +335,39 @@ class SqliteQueue:
 
     def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
         for seq in seqs:
-            for entry in self.database.messages("WHERE seq = ? AND state != ?", seq, READY):
+            for entry in self.database.messages(f"{_EACH} AND state != ?", json.dumps([seq]), READY):
                 accumulator = function(entry, accumulator)
         return accumulator
 
     def fold(self, function: Callable[[Entry, bool, T], tuple[bool, T]], accumulator: T, start: int = 0) -> T:
+        on = True
         for (level,) in self.database.rows("SELECT DISTINCT level FROM messages ORDER BY level DESC"):
-            cursor = start
-            while True:
-                clause = "WHERE level = ? AND seq >= ? ORDER BY seq LIMIT ?"
-                entries = self.database.messages(clause, level, cursor, _FOLD_ROWS)
-                if not entries:
-                    break
-                ready = {entry.seq for entry in self._in_state([entry.seq for entry in entries], READY)}
-                for entry in entries:
-                    on, accumulator = function(entry, entry.seq not in ready, accumulator)
-                    if not on:
-                        return accumulator
-                cursor = entries[-1].seq + 1
+            if on:
+                on, accumulator = self._visit("level = ?", [level], function, accumulator, start)
         return accumulator
+
+    def fold_by_seq(self, function: Callable[[Entry, bool, T], tuple[bool, T]], accumulator: T, start: int = 0) -> T:
+        """As `fold`, in order of seq_id over all priorities."""
+        return self._visit("true", [], function, accumulator, start)[1]
+
+    def _visit(
+        self,
+        condition: str,
+        values: list[int],
+        function: Callable[[Entry, bool, T], tuple[bool, T]],
+        accumulator: T,
+        start: int,
+    ) -> tuple[bool, T]:
+        clause = f"WHERE {condition} AND seq >= ? ORDER BY seq LIMIT ?"
+        cursor = min(start, self.seqs.next)
+        while entries := self.database.messages(clause, *values, cursor, _FOLD_ROWS):
+            ready = {entry.seq for entry in self._in_state([entry.seq for entry in entries], READY)}
+            for entry in entries:
+                on, accumulator = function(entry, entry.seq not in ready, accumulator)
+                if not on:
+                    return False, accumulator
+            cursor = entries[-1].seq + 1
+        return True, accumulator
 
     def purge(self) -> int:
         entries = self.database.places("WHERE state = ?", READY)

@@ -227,18 +227,20 @@ class VariableQueue(Paging):
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def fetch(self, count: int, ack_required: bool = True) -> list[Entry]:
-        q4 = self.q4
-        if ack_required and count <= len(q4):  # alphas only: from ready to pending, and nothing else changes
-            popleft = q4.popleft
+        source = self.q4 or self.q3
+        if ack_required and count < len(source):
+            popleft = source.popleft
             entries = [popleft() for _ in range(count)]
-            size = total_size(entries)
-            self._len -= count
-            self._bytes -= size
-            self._ram_count -= count
-            self._rates.left += count
-            self._pend(entries, size)
-            self._settle_down()
-            return entries
+            held, size = ram_total(entries)
+            if held == count:  # bodies only move from ready to pending, and no container runs empty
+                self._len -= count
+                self._bytes -= size
+                self._ram_count -= count
+                self._rates.left += count
+                self._pend(entries, size)
+                self._settle_down()
+                return entries
+            source.extendleft(reversed(entries))
         entries = []
         while len(entries) < count and self._len:
             some = self._take(count - len(entries))

@@ -60,6 +60,7 @@ from warren.storage.recovery import _TERMS, _TERMS_MAGIC, TERMS_NAME
 from warren.storage.segment import Segment, SegmentFiles
 from warren.storage.settings import EngineSettings
 from warren.storage.store_format import (
+    CRC_BYTES,
     DATA_SUFFIX,
     HINT_SUFFIX,
     PART_SUFFIX,
@@ -566,9 +567,12 @@ class _Verifier:
         if hinted:
             hint = self._read(hint_path)
             found = decode_hint(hint, number, generation, len(data))
+            # Hints are not synced, because they can be made again: a crash may leave the beginning of one, or zeros.
+            torn = len(hint) < HEADER_BYTES + len(rows) + CRC_BYTES or not any(hint[-CRC_BYTES:])
             if found is None or (found != rows and not damage):
-                why = "hint file: it does not fit its data file; the next dirty start scans that instead"
-                self._found(hint_path, 0, len(hint), why)
+                what = "was cut off by a crash" if torn else "does not fit its data file"
+                why = f"hint file: it {what}; the next dirty start scans the data file instead"
+                self._found(hint_path, 0, len(hint), why, harmless=torn)
         self._report.counts["store records"] += len(rows) // HINT_ROW_BYTES
         return (rows[at : at + 16] for at in range(0, len(rows), HINT_ROW_BYTES))
 
