@@ -1,8 +1,8 @@
 """Compiles the kernel: every src/warren/kernel/<name>.pyx becomes the extension module warren.kernel.<name>.
 
-With WARREN_LOGIC=compiled the modules of LOGIC, which are plain typed Python, are compiled by mypyc as they are: those that
-a profile of single publishes and gets names. All else stands in pyproject.toml. The variable WARREN_KERNEL says which modules to build: `all` (the default), `none`,
-or names with commas between them; the Makefile builds one after the other.
+The variable WARREN_KERNEL says which modules to build: `all` (the default), `none`, or names with commas between them; the
+Makefile builds one after the other. With WARREN_LOGIC=compiled the modules of LOGIC, which are plain typed Python, are
+compiled by mypyc as they are: those that a profile of single publishes and gets names. All else stands in pyproject.toml.
 """
 
 import os

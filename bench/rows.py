@@ -197,7 +197,9 @@ def group_commit(repeat: int, size: float) -> list[Row]:
             return threads * each / (time.perf_counter() - begin)
 
     each = int(600 * size) + 50
-    rates = interleaved(repeat, {"warren, 1 thread": lambda: rate(1, each * 2), "warren, 64 threads": lambda: rate(64, each)})
+    rates = interleaved(
+        repeat, {"warren, 1 thread": lambda: rate(1, each * 2), "warren, 64 threads": lambda: rate(64, each)}
+    )
     ratio = rates["warren, 64 threads"] / rates["warren, 1 thread"]
     figure = f"{rates['warren, 64 threads']:,.0f} against {rates['warren, 1 thread']:,.0f} msg/s, {ratio:.1f} x"
     return [Row("fsync, 64 threads against one", figure, "at least 15 x", ratio >= 15, rates)]
@@ -239,7 +241,13 @@ def many_queues(repeat: int, size: float) -> list[Row]:
     tail_spread = max(slow.values()) / slow["warren, 1 queues"]
     return [
         Row("1, 1,000, 10,000 queues: rate", f"{spread:.2f} x apart", "within 2 x", spread <= 2, mid),
-        Row("1, 1,000, 10,000 queues: p99.9 of a commit (ms)", f"{tail_spread:.2f} x", "within 3 x", tail_spread <= 3, slow),
+        Row(
+            "1, 1,000, 10,000 queues: p99.9 of a commit (ms)",
+            f"{tail_spread:.2f} x",
+            "within 3 x",
+            tail_spread <= 3,
+            slow,
+        ),
     ]
 
 
@@ -401,7 +409,13 @@ def recovery(repeat: int, size: float) -> list[Row]:
         )
         clean = median([in_child(_OPEN, path, "clean")["seconds"] for _ in range(repeat)])
         rows.append(
-            Row(f"clean start of {count:,}", f"{clean:.2f} s", "under 1 s", clean < 1, {"warren, clean start (s)": clean})
+            Row(
+                f"clean start of {count:,}",
+                f"{clean:.2f} s",
+                "under 1 s",
+                clean < 1,
+                {"warren, clean start (s)": clean},
+            )
         )
     bodies = int(20_000_000_000 * size / 65536)
     with scratch() as path:
@@ -434,7 +448,9 @@ def disk_written(repeat: int, size: float) -> list[Row]:
     ratio = written / stored
     figure = f"{written:.0f} B, {ratio:.2f} x its stored size of {stored} B"
     values = {"warren, written (B)": written, "stored (B)": float(stored)}
-    return [Row("disk written per 100 B message acked before the checkpoint", figure, "at most 2.5 x", ratio <= 2.5, values)]
+    return [
+        Row("disk written per 100 B message acked before the checkpoint", figure, "at most 2.5 x", ratio <= 2.5, values)
+    ]
 
 
 def _written() -> int:

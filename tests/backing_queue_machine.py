@@ -110,7 +110,7 @@ class QueueModel:
 class Transaction:
     lsn: int
     published: list[tuple[str, int]]  # what is persistent, as (queue, seq_id)
-    acked: list[tuple[str, int]]
+    acked: list[tuple[str, Message]]
 
 
 @dataclass(slots=True, eq=False)
@@ -221,9 +221,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
         """What was handed out is what the model would hand out, to the last flag."""
         queue, model = self._both(name)
         backing = queue.backing
-        made = deliveries(
-            Delivery, list(entries), queue, backing.redelivered_below, backing.returned, backing.counts
-        )
+        made = deliveries(Delivery, list(entries), queue, backing.redelivered_below, backing.returned, backing.counts)
         assert [delivery.entry.seq for delivery in made] == [message.seq for message in expected]
         for delivery, message in zip(made, expected, strict=True):
             entry = delivery.entry
@@ -443,7 +441,10 @@ class BackingQueueMachine(RuleBasedStateMachine):
             raise
         if made is not None:
             taken = sorted(
-                seq for pairs in made.ranges.values() for i in range(0, len(pairs), 2) for seq in range(pairs[i], pairs[i] + pairs[i + 1])
+                seq
+                for pairs in made.ranges.values()
+                for i in range(0, len(pairs), 2)
+                for seq in range(pairs[i], pairs[i] + pairs[i + 1])
             )
             assert taken == sorted(message.seq for message in expected)
             self._leased(queue, number, expected)
@@ -509,7 +510,8 @@ class BackingQueueMachine(RuleBasedStateMachine):
 
     def _transact(self, publishes: list[tuple[str, int, bool, int]], acks: list[tuple[str, list[int]]]) -> None:
         entries = [
-            (name, self._entry(name, UNNUMBERED, size, persistent, level)) for name, size, persistent, level in publishes
+            (name, self._entry(name, UNNUMBERED, size, persistent, level))
+            for name, size, persistent, level in publishes
         ]
         chosen = [(name, self._pick(self.queues[name].in_state(PENDING), picks)) for name, picks in acks]
         added = [(name, entry, self._as_messages(name, [entry])) for name, entry in entries]
@@ -540,7 +542,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
             messages[0].seq = entry.seq
             self._added(name, messages, lsn)
         published = [(name, message.seq) for name, _, (message,) in added if message.persistent]
-        acked = [(name, message.seq) for name, messages in chosen for message in messages if message.persistent]
+        acked = [(name, message) for name, messages in chosen for message in messages if message.persistent]
         for name, messages in chosen:
             self.queues[name].remove(messages, lsn)
         self.transactions.append(Transaction(lsn, published, acked))
@@ -771,7 +773,10 @@ class BackingQueueMachine(RuleBasedStateMachine):
         assert here.keys() <= known.keys(), "messages out of nowhere"
         assert queue.seqs.next > model.highest, "seq_ids would be handed out twice"
         leased = {
-            seq for checkout in self.checkouts.values() if not checkout.settled and checkout.uid == model.uid for seq in checkout.seqs
+            seq
+            for checkout in self.checkouts.values()
+            if not checkout.settled and checkout.uid == model.uid
+            for seq in checkout.seqs
         }
         backing = queue.backing
         model.redelivered_below = backing.redelivered_below
@@ -796,7 +801,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
         if transaction.lsn <= synced:
             return
         published = {seq in here[name] for name, seq in transaction.published if name in here}
-        kept = {seq not in here[name] for name, seq in transaction.acked if name in here}
+        kept = {m.seq not in here[name] for name, m in transaction.acked if name in here and m.safe <= synced}
         assert len(published | kept) <= 1, f"half of a transaction: {transaction}"
 
     def _adopt_checkouts(self, synced: int, written: int) -> None:

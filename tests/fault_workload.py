@@ -391,7 +391,11 @@ class Driver:
             asked = sent.count_asked
             self.witness.promise(lambda sent=sent, asked=asked: setattr(sent, "count", max(sent.count, asked)))
         with store.lock:
-            assert store.get(name).backing.requeue(seqs) == seqs
+            try:
+                assert store.get(name).backing.requeue(seqs) == seqs
+            except DiskFullError:
+                known.pending = seqs + known.pending
+                raise
         store.wake()
 
     def consume(self, name: str, count: int) -> None:
@@ -436,7 +440,8 @@ class Driver:
         key = f"{lease}/{number}"
         held = self.witness.leases[key] = Lease(key, known.uid, {sent.seq for sent in ready[:limit]})
         taken = store.checkout(store.get(name), lease, limit)
-        assert taken is not None and taken.number == number
+        assert taken is not None
+        assert taken.number == number
         assert _seqs_of(taken.ranges) == held.seqs, "a checkout took other messages than those at the head"
         held.taken = SAFE
         self.witness.synced()
@@ -482,7 +487,10 @@ class Driver:
 
 def _seqs_of(ranges: dict[int, list[int]]) -> set[int]:
     return {
-        seq for pairs in ranges.values() for i in range(0, len(pairs), 2) for seq in range(pairs[i], pairs[i] + pairs[i + 1])
+        seq
+        for pairs in ranges.values()
+        for i in range(0, len(pairs), 2)
+        for seq in range(pairs[i], pairs[i] + pairs[i + 1])
     }
 
 

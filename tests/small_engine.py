@@ -57,7 +57,9 @@ def open_engine(
     )
 
 
-def make_entries(store: VhostStore, queue: StoredQueue, bodies: Iterable[bytes], persistent: bool, level: int = 0) -> list[Entry]:
+def make_entries(
+    store: VhostStore, queue: StoredQueue, bodies: Iterable[bytes], persistent: bool, level: int = 0
+) -> list[Entry]:
     """Entries with their seq_ids, ready for `publish`."""
     bodies = list(bodies)
     flags = PERSISTENT if persistent and queue.durable and store.durability != "memory" else 0
@@ -98,7 +100,9 @@ def deliver(queue: StoredQueue, count: int = 1) -> list[tuple[int, bool]]:
     return [(delivery.entry.seq, delivery.redelivered) for delivery in made]
 
 
-def crash_and_reopen(store: VhostStore, disk: FaultyDisk, mode: Any = "none", **changes: Any) -> tuple[VhostStore, FaultyDisk]:
+def crash_and_reopen(
+    store: VhostStore, disk: FaultyDisk, mode: Any = "none", **changes: Any
+) -> tuple[VhostStore, FaultyDisk]:
     """Lose power, or with mode "process" only the process, and start again on what is left."""
     store.abandon()
     after = disk.crash(mode=mode)

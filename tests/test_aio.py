@@ -27,7 +27,7 @@ from warren.errors import (
 )
 from warren.storage.settings import EngineSettings
 
-SMALL = EngineSettings(segment_entries=64, io_batch=32, load_entries=32, ram_target=16, commit_bytes=4096)
+SMALL = EngineSettings(segment_entries=64, io_batch=32, load_entries=32, ram_target=16, ram_slack=0, commit_bytes=4096)
 
 
 def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

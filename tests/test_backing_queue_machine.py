@@ -30,12 +30,12 @@ STEPS = 25
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
-def test_a_backing_queue_does_what_the_model_does(machine: type[BackingQueueMachine], scale, seed, record_property) -> None:
+def test_a_backing_queue_does_what_the_model_does(
+    machine: type[BackingQueueMachine], scale, seed, record_property
+) -> None:
     examples = scale.scale(EXAMPLES) // len(MACHINES)
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=STEPS, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=examples, stateful_step_count=STEPS, suppress_health_check=list(HealthCheck)),
     )
     record_property("examples", examples)

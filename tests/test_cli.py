@@ -27,6 +27,7 @@ SMALL = EngineSettings(
     io_batch=32,
     load_entries=32,
     ram_target=16,
+    ram_slack=0,
     carry_below=256,
     store_file_bytes=16 * 1024,
     reserve_bytes=0,
@@ -322,6 +323,25 @@ def test_the_torn_end_of_the_journal_is_harmless_at_every_byte(data, seed):
         assert verification.damage == [], cut
         assert all("torn" in finding.why for finding in verification.findings)
     assert run("store", "verify", data).exit_code == 0
+
+
+@pytest.mark.parametrize("filled", ["dirty"], indirect=True)
+def test_the_torn_end_of_an_older_journal_file_is_harmless_and_a_flipped_bit_there_is_not(data):
+    [root] = vhost_roots(str(data))
+    path = max(Path(root, "journal").glob("*.wal"), key=lambda path: int(path.stem))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    store = warren.open(data, settings=SMALL)  # begins a file of its own, and dies before it needs the old one no more
+    store.queue("orders").publish(b"after the crash")
+    store.sync()
+    store.engine.abandon()
+    assert len(list(Path(root, "journal").glob("*.wal"))) > 1
+    verification = verify_vhost(root)
+    assert verification.damage == []
+    assert [finding.file for finding in verification.findings] == [str(path.relative_to(root))]
+    path.write_bytes(whole[:-5] + b"?" + whole[-4:])
+    [finding] = verify_vhost(root).damage
+    assert finding.offset <= len(whole) - 5 < finding.offset + finding.length
 
 
 @pytest.mark.parametrize("filled", ["dirty"], indirect=True)

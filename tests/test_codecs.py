@@ -84,9 +84,7 @@ requeue_ops = st.tuples(
     st.just("requeue"), sids, st.lists(st.tuples(seqs, st.integers(1, 2**32 - 1)), min_size=1, max_size=3)
 )
 reserve_ops = st.tuples(st.just("reserve"), st.integers(1, 4), st.integers(0, 2**63))
-other_ops = st.tuples(
-    st.just("other"), st.sampled_from([CHECKOUT, LEASE, STAGE]), st.binary(min_size=1, max_size=40)
-)
+other_ops = st.tuples(st.just("other"), st.sampled_from([CHECKOUT, LEASE, STAGE]), st.binary(min_size=1, max_size=40))
 single_ops = publish_ops | fan_out_ops | ack_ops | requeue_ops | reserve_ops | other_ops
 group_ops = st.tuples(st.just("group"), st.lists(single_ops, max_size=4))
 blocks = st.lists(st.lists(single_ops | group_ops, min_size=1, max_size=6), min_size=1, max_size=4)
@@ -280,7 +278,9 @@ def test_replay_of_the_same_file_twice_changes_nothing(plan: list[list[tuple]]) 
 
 
 @given(blocks, st.data())
-def test_one_flipped_bit_costs_the_record_that_it_hit_and_no_other(plan: list[list[tuple]], data: st.DataObject) -> None:
+def test_one_flipped_bit_costs_the_record_that_it_hit_and_no_other(
+    plan: list[list[tuple]], data: st.DataObject
+) -> None:
     written = write(plan)
     position = data.draw(st.integers(FIRST_OFFSET, len(written.data) - 1), label="position")
     bit = data.draw(st.integers(0, 7), label="bit")
@@ -595,9 +595,7 @@ def test_reading_stops_at_the_limit_and_says_where(slots: set[int], limit: int) 
     rows, journal = journal_of(entries)
     _, runs = convert_rows(rows, journal, FIRST_OFFSET, KNOWN, SEGMENT_SIZE, 64, [])
     read: list[Entry] = []
-    following = read_slots(
-        write_runs(runs), BASE, 0, KNOWN, BOOT, full_and_only(slots), limit, read, [], []
-    )
+    following = read_slots(write_runs(runs), BASE, 0, KNOWN, BOOT, full_and_only(slots), limit, read, [], [])
     assert [entry.seq - BASE for entry in read] == sorted(slots)[:limit]
     assert following == (sorted(slots)[limit] if limit < len(slots) else SEGMENT_SIZE)
 

@@ -31,7 +31,9 @@ def disk(tmp_path) -> FaultyDisk:
 @pytest.fixture
 def store(disk: FaultyDisk) -> Iterator[VhostStore]:
     """Of the usual sizes, so that nothing happens behind the test's back."""
-    store = open_engine(disk.root, disk, segment_entries=4, journal_file_bytes=1 << 20, embed_below=4096, ram_target=2048)
+    store = open_engine(
+        disk.root, disk, segment_entries=4, journal_file_bytes=1 << 20, embed_below=4096, ram_target=2048
+    )
     yield store
     with contextlib.suppress(Exception):
         store.abandon()

@@ -254,10 +254,7 @@ class Checkpoint:
                 file = self._open(self._slots, index, segment, "qa", ACKS_MAGIC)
                 file.append(index.files.ack_batch(lsn, acks, counts))
             with self._owner.lock:
-                if index.names_changed:
-                    index.names_changed = False
-                    self._renamed.append(index)
-                    self._slots.directories.add(index.files.directory)
+                self._note_names(index)
 
     def _take_unsaved(self, index: QueueIndex, moving: RangeSet) -> list[_Batch]:
         size = index.segment_size
@@ -282,6 +279,32 @@ class Checkpoint:
             with self._owner.lock:
                 if number not in index.segments:  # it may be back; then old bodies and acks are in nobody's way
                     index.files.unlink_rest(number)
+
+    def drop_dead(self) -> None:
+        """Only unlink segments with nothing alive: that makes room without needing any."""
+        with self._owner.lock:
+            indexes = self._owner.indexes()
+        try:
+            for index in indexes:
+                with self._owner.lock:
+                    for segment in [segment for segment in index.segments.values() if segment.empty]:
+                        index.drop_segment(segment.number)
+                        self._dropped.append((index, segment.number))
+                    self._note_names(index)
+            self._slots.sync()
+        except BaseException:
+            self._give_back()
+            raise
+        finally:
+            self._slots.close()
+        self._unlink_dropped()
+
+    def _note_names(self, index: QueueIndex) -> None:
+        """Names of files changed: their directory is synced with the slots."""
+        if index.names_changed:
+            index.names_changed = False
+            self._renamed.append(index)
+            self._slots.directories.add(index.files.directory)
 
     def _give_back(self) -> None:
         with self._owner.lock:

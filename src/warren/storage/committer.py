@@ -125,8 +125,9 @@ class Committer:
         return self.failed or StoreFailedError(str(error))
 
     def has_room(self, size: int) -> bool:
-        """May upkeep write `size` bytes? On a full disk it leaves the reserve to acks."""
-        return not self.full or self._disk.free_bytes(self._root) >= size + self._reserve_bytes
+        """May upkeep write `size` bytes? On a full disk it begins nothing that would end half-way and eat the room of
+        acks."""
+        return not self.full or self._disk.free_bytes(self._root) >= size
 
     def close(self) -> None:
         with self._lock:

@@ -6,7 +6,9 @@ ready or pending, or their order.
 
 from __future__ import annotations
 
+import errno
 import math
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import TypeVar
 
@@ -129,7 +131,7 @@ class Paging(QueueState):
         if not entries:
             return
         transient = [entry for entry in entries if not entry.flags & PERSISTENT]
-        if transient:
+        if transient:  # this may fail; nothing has changed then
             self._page_out(transient)
             self._page_out_slots(transient)
             self._disk_transient.add_pairs(entry_ranges(sorted(transient, key=_by_seq)))
@@ -175,6 +177,13 @@ class Paging(QueueState):
         return (self._ram_count + len(self._ram_pending)) / (4 * self._rates.total)
 
     def _reduce_memory(self) -> None:
+        """Page. What the disk cannot take stays in RAM."""
+        try:
+            self._page()
+        except OSError as error:
+            self._context.trouble(error)
+
+    def _page(self) -> None:
         surplus = len(self.q1) + len(self.q4) + len(self._ram_pending) - self._target
         if surplus > 0:
             rates = self._rates
@@ -192,21 +201,24 @@ class Paging(QueueState):
         """Alphas become betas: q1 from its head side, then q4 from its rear. What is left of the quota."""
         count = min(quota, len(self.q1))
         if count:
-            popleft = self.q1.popleft
-            moved = [popleft() for _ in range(count)]
+            moved = list(islice(self.q1, count))
             self._to_betas(moved)
+            for _ in moved:
+                self.q1.popleft()
             (self.q2 if self.delta_count else self.q3).extend(moved)
             quota -= count
         count = min(quota, len(self.q4))
         if count:
-            pop = self.q4.pop
-            moved = [pop() for _ in range(count)]
+            moved = list(islice(reversed(self.q4), count))
             self._to_betas(moved)
+            for _ in moved:
+                self.q4.pop()
             self.q3.extendleft(moved)
             quota -= count
         return quota
 
     def _to_betas(self, entries: list[Entry]) -> None:
+        """Bodies leave RAM. A body that cannot be written raises, before anything has changed."""
         self._page_out(entries)
         count, size = drop_bodies(entries)
         self._ram_count -= count
@@ -214,20 +226,23 @@ class Paging(QueueState):
 
     def _page_out(self, entries: list[Entry]) -> None:
         """Make sure that the bodies of transient entries are on disk."""
-        small, count = [], 0
-        for entry in entries:
-            if not entry.flags & (PERSISTENT | IN_QS | IN_STORE):
-                count += 1
-                if entry.size < self._settings.embed_below:
-                    small.append(entry)
-                else:
-                    store = self._context.transient_store
-                    entry.msg_id = store.next_id()
-                    entry.flags |= IN_STORE
-                    store.write(entry.msg_id, join_payload(entry.head, entry.body), 1)
+        unwritten = [entry for entry in entries if not entry.flags & (PERSISTENT | IN_QS | IN_STORE)]
+        if not unwritten:
+            return
+        if self._context.is_full():
+            raise OSError(errno.ENOSPC, "no room for transient messages", self.index.files.directory)
+        small = []
+        for entry in unwritten:
+            if entry.size < self._settings.embed_below:
+                small.append(entry)
+            else:
+                store = self._context.transient_store
+                entry.msg_id = store.next_id()
+                entry.flags |= IN_STORE
+                store.write(entry.msg_id, join_payload(entry.head, entry.body), 1)
         if small:
             self.index.page_out(small)
-        self._disk_writes += count
+        self._disk_writes += len(unwritten)
 
     def _page_out_slots(self, entries: list[Entry]) -> None:
         unslotted = [entry for entry in entries if not entry.flags & (PERSISTENT | SLOTTED)]
@@ -238,11 +253,13 @@ class Paging(QueueState):
         """The pending acks taken last go to disk. What is left of the quota."""
         count = min(quota, len(self._ram_pending))
         if count:
-            entries = [self._ram_pending.popitem()[1] for _ in range(count)]
+            entries = list(islice(reversed(self._ram_pending.values()), count))
+            self._pend_on_disk(entries)
+            for _ in entries:
+                self._ram_pending.popitem()
             size = total_size(entries)
             self._unacked_bytes -= size
             self._add_ram(-size)
-            self._pend_on_disk(entries)
         return quota - count
 
     def _permitted_betas(self) -> int:
@@ -260,14 +277,17 @@ class Paging(QueueState):
         moved: list[Entry] = []
         if q3:
             boundary = (q3[0].seq // size + 1) * size
-            pop = q3.pop
-            while quota > len(moved) and q3 and q3[-1].seq >= boundary:
-                moved.append(pop())
+            moved = list(takewhile(lambda entry: entry.seq >= boundary, islice(reversed(q3), quota)))
             moved.reverse()
-        if quota > len(moved) and q2:
-            popleft = q2.popleft
-            moved += [popleft() for _ in range(min(quota - len(moved), len(q2)))]
+        from_q3 = len(moved)
+        moved += islice(q2, quota - from_q3)
         if moved:
+            self._page_out(moved)  # these may fail; nothing has moved then
+            self._page_out_slots(moved)
+            for _ in range(from_q3):
+                q3.pop()
+            for _ in range(len(moved) - from_q3):
+                q2.popleft()
             self._leave_ram(moved)
             self._to_delta(moved)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 
-from warren.kernel.entry import IN_QS, IN_STORE, Entry
+from warren.kernel.entry import IN_QS, IN_STORE, SLOTTED, Entry
 from warren.kernel.journal_codec import read_publishes
 from warren.kernel.overlay import Overlay, row_pairs, split_rows
 from warren.kernel.segment_codec import (
@@ -143,9 +143,19 @@ class QueueIndex:
                 data = encode_bodies(group, self.sid, segment.qs_end)
                 file.pwrite(data, segment.qs_end)
                 segment.qs_end += len(data)
+            except OSError:
+                for entry in group:
+                    entry.flags &= ~IN_QS
+                raise
             finally:
                 file.close()
-        self.page_out_slots(entries)
+        try:
+            self.page_out_slots(entries)
+        except OSError:
+            for entry in entries:  # a body without a slot does not keep its segment
+                if not entry.flags & SLOTTED:
+                    entry.flags &= ~IN_QS
+            raise
 
     def page_out_slots(self, entries: list[Entry]) -> None:
         """Positions of transient messages go to .qi, unsynced."""
@@ -156,6 +166,11 @@ class QueueIndex:
                 for slot, data in encode_slots(group, self.sid, self.segment_size, self._boot):
                     file.pwrite(data, HEADER_BYTES + slot * SLOT_BYTES)
                     segment.add(slot, len(data) // SLOT_BYTES)
+            except OSError:
+                for entry in group:
+                    entry.flags &= ~SLOTTED
+                    segment.kill(entry.seq % self.segment_size, 1, [])
+                raise
             finally:
                 file.close()
 

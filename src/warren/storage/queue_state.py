@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import Any, TypeVar
 
@@ -174,7 +175,7 @@ class QueueState:
             assert not order or order[-1] < self.delta_start
             order.append(self.delta_end - 1)
         order += [e.seq for e in (*q2, *q1)]
-        assert all(a < b for a, b in zip(order, order[1:], strict=False)), f"order by seq_id: {order}"
+        assert all(a < b for a, b in itertools.pairwise(order)), f"order by seq_id: {order}"
         assert all(e.body is not None for e in (*q1, *q4)), "q1 and q4 hold alphas"
         held, held_bytes = 0, 0
         for queue in (q1, q2, q3, q4):
@@ -185,4 +186,4 @@ class QueueState:
         pending = total_size(self._ram_pending.values())
         assert pending == self._unacked_bytes, (pending, self._unacked_bytes)
         assert held_bytes + pending == self._ram_bytes, (held_bytes, pending, self._ram_bytes)
-        assert self._bytes >= 0 and self._disk_pending_bytes >= 0
+        assert min(self._bytes, self._disk_pending_bytes) >= 0

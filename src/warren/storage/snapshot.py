@@ -29,12 +29,7 @@ def link_store(disk: Disk, root: str, target: str) -> int:
         for path in disk.walk(source):
             name = os.path.basename(path)
             relative = os.path.relpath(path, root)
-            if (
-                name in _SKIPPED
-                or name.endswith((".tmp", ".part"))
-                or ".lmdb" in relative
-                or name.endswith((".db", ".db-wal", ".db-shm"))
-            ):
+            if name in _SKIPPED or name.endswith((".tmp", ".part", ".db", ".db-wal", ".db-shm")) or ".lmdb" in relative:
                 continue
             copy = os.path.join(target, relative)
             disk.make_dirs(os.path.dirname(copy))

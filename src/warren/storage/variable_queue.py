@@ -244,11 +244,7 @@ class VariableQueue(Paging):
         entries = []
         while len(entries) < count and self._len:
             some = self._take(count - len(entries))
-            held, held_bytes = ram_total(some)
-            if held < len(some):
-                some = self._fill(some)
-                held, held_bytes = ram_total(some)
-            entries += some
+            entries += some if ram_total(some)[0] == len(some) else self._fill(some)
         if not entries:
             return entries
         size = total_size(entries)
@@ -267,15 +263,23 @@ class VariableQueue(Paging):
             entries += self._take(count - len(entries))
         self._rates.left += len(entries)
         if ack_required:
+            self._lend_from_disk([entry for entry in entries if entry.body is None], entries)
             whole = [entry for entry in entries if entry.body is not None]
             size = total_size(whole)
             self._add_ram(size)
             self._pend(whole, size)
-            self._pend_on_disk([entry for entry in entries if entry.body is None])
         elif entries:
             self._forget(entries)
         self._settle_down()
         return [entry.seq for entry in entries]
+
+    def _lend_from_disk(self, entries: list[Entry], taken: list[Entry]) -> None:
+        """Pending acks on disk of some that were taken. Where a transient one cannot be written, all go back."""
+        try:
+            self._pend_on_disk(entries)
+        except OSError as error:
+            self._return(taken)
+            raise self._context.trouble(error) from error
 
     def _take(self, count: int) -> list[Entry]:
         """Remove up to `count` entries of one container from the head; bodies may be missing. The RAM counts no longer
@@ -437,6 +441,7 @@ class VariableQueue(Paging):
         return stored
 
     def requeue(self, seqs: list[int], count_delivery: bool = True) -> list[int]:
+        self._page_out_for_delta(seqs)
         found, missing = take_pending(self._ram_pending, seqs)
         size = total_size(found)
         self._unacked_bytes -= size
@@ -450,6 +455,18 @@ class VariableQueue(Paging):
         entries = sorted(found + self._load_pending(disk), key=_by_seq)
         self._return(entries)
         return [seq for seq in seqs if seq in known]
+
+    def _page_out_for_delta(self, seqs: list[int]) -> None:
+        """Transient messages that go back to delta are written before anything changes: the disk may refuse them."""
+        if not self.delta_count or not self._ram_pending:
+            return
+        entries = [entry for seq in seqs if (entry := self._ram_pending.get(seq)) is not None]
+        transient = [e for e in entries if not e.flags & PERSISTENT and e.seq >= self.delta_start]
+        try:
+            self._page_out(transient)
+            self._page_out_slots(transient)
+        except OSError as error:
+            raise self._context.trouble(error) from error
 
     def _load_pending(self, disk: list[int]) -> list[Entry]:
         if not disk:
@@ -519,10 +536,17 @@ class VariableQueue(Paging):
         self._merge(name, entries)
 
     def _merge_betas(self, name: str, entries: list[Entry]) -> None:
-        if entries:
+        if not entries:
+            return
+        try:
             self._page_out(entries)
             drop_bodies(entries)
-            self._merge(name, entries)
+        except OSError as error:  # they stay whole
+            self._context.trouble(error)
+            held, held_bytes = ram_total(entries)
+            self._ram_count += held
+            self._add_ram(held_bytes)
+        self._merge(name, entries)
 
     def _merge(self, name: str, entries: list[Entry]) -> None:
         queue: deque[Entry] = getattr(self, name)
@@ -651,7 +675,7 @@ class VariableQueue(Paging):
             taken += entries
         if not taken:
             return {}
-        self._pend_on_disk(taken)
+        self._lend_from_disk(taken, taken)
         pairs = entry_ranges(taken)
         self._leased.add_pairs(pairs)
         self._rates.left += len(taken)

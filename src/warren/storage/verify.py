@@ -16,8 +16,8 @@ What is checked, by kind of file:
     meta.db             SQLite's own check, on a copy; it has no checksums of its own
     across files        every live message that refers to the message store finds its body there
 
-A finding is `harmless` where a crash leaves it, by design, and nobody was promised the bytes: the torn end of the
-newest journal file, an upload that was cut off. Everything else is damage, also where it costs no message, because a
+A finding is `harmless` where a crash leaves it, by design, and nobody was promised the bytes: the torn end of a
+journal file, an upload that was cut off. Everything else is damage, also where it costs no message, because a
 disk that lost a hint may lose more. What a start makes of each kind of damage stands in docs/format.md.
 """
 
@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from warren.errors import StoreFailedError, StorePathError, WarrenError
 from warren.kernel.checksum import crc32c
 from warren.kernel.entry import IN_STORE, Entry
-from warren.kernel.journal_codec import read_publishes, replay
+from warren.kernel.journal_codec import BLOCK_HEADER_BYTES, read_publishes, replay
 from warren.kernel.overlay import Overlay, row_pairs, split_rows
 from warren.kernel.ranges import RangeSet
 from warren.kernel.segment_codec import BODY_PREFIX_BYTES, SLOT_BYTES, fill_bodies, read_slots, set_bits
@@ -75,6 +75,7 @@ from warren.storage.store_format import (
 _QUEUE_DIRECTORY = re.compile(r"[0-9a-f]{24}-([0-9]+)")
 _LEVEL_DIRECTORY = re.compile(r"p([0-9]+)")
 _SEGMENT_FILE = re.compile(r"([0-9]+)\.(qi|qs|qa)")
+_BLOCK = struct.Struct("<4s12xQ4xI")  # magic, length of the records, CRC of a block header
 _NO_BOOT = 0  # boots count from 1: transient slots are those of a process that is gone
 
 Progress = Callable[[str, int, int], None]  # file, bytes done, bytes in all
@@ -331,16 +332,16 @@ class _Verifier:
             self._report.counts["journal blocks"] += blocks
             self._report.counts["journal records"] += records
             self._report.counts["journal records of deleted queues"] += unknown
-            last = number == numbers[-1]
+            newest = number == numbers[-1]
             end = len(data.rstrip(b"\0"))
             for offset, length in damaged:
-                if offset + length >= end and last:
-                    why = "end of the journal, torn by a crash: it was never confirmed"
-                elif offset + length >= end:
-                    why = "end of a journal file: torn by an earlier crash, or damaged"
-                else:
-                    why = "journal: no block or record that checks out"
-                self._found(path, offset, length, why, harmless=offset + length >= end and last)
+                torn = offset + length >= end and (newest or offset >= _torn_from(data))
+                why = (
+                    "end of a journal file, torn by a crash: it was never confirmed"
+                    if torn
+                    else "journal: no block or record that checks out"
+                )
+                self._found(path, offset, length, why, harmless=torn)
         for stream in self._streams.values():
             self._journal_references(stream, directory)
 
@@ -580,3 +581,18 @@ class _Verifier:
         path = os.path.join(self._root, "quarantine", "log.jsonl")
         if self._disk.exists(path):
             self._report.counts["earlier reports in quarantine/"] = self._disk.read(path).count(b"\n")
+
+
+def _torn_from(data: bytes) -> int:
+    """Where the last block of a journal file begins, if the file ends before it does; else the end of the file. Such a
+    block was never synced: that the next process began a file of its own says that this one died while it wrote."""
+    at = HEADER_BYTES
+    while len(data) - at >= BLOCK_HEADER_BYTES:
+        magic, length, crc = _BLOCK.unpack_from(data, at)
+        if magic != b"WBLK" or crc != crc32c(data[at : at + BLOCK_HEADER_BYTES - 4]):
+            return len(data)
+        following = at + BLOCK_HEADER_BYTES + length
+        if following > len(data):
+            return at
+        at = following
+    return at

@@ -191,6 +191,8 @@ class VhostOpening:
             self.report,
             self._debug,
             self._clock,
+            lambda: self.committer.full,
+            lambda error: self.committer.trouble(error),
         )
         if replayed is not None and self.store.missing:
             self._drop_missing(indexes, found)
@@ -205,7 +207,7 @@ class VhostOpening:
                 assert replayed is not None
                 self._recover_queue(record, streams, found, replayed)
         self.clean_start = taken is not None
-        if replayed is not None and replayed.last_file:
+        if replayed is not None and replayed.last_file >= 0:
             # What was read may be in the page cache only: names above all, of segments made or unlinked. (For contents
             # see `recovery.py`.) From here on a checkpoint relies on it.
             self.disk.sync_all(self.root)

@@ -48,6 +48,8 @@ from warren.storage.vhost_opening import DURABILITIES, VhostOpening
 
 log = logging.getLogger("warren.storage")
 
+_CHECKPOINT_SLACK = 4096  # bytes for headers, carried records and FLOOR
+
 __all__ = ["DURABILITIES", "StoredQueue", "VhostStore"]
 
 
@@ -369,23 +371,31 @@ class VhostStore(VhostOpening):
     def checkpoint(self, *, seal: bool = False, carry_below: int | None = None) -> bool:
         """Move what is in sealed journal files to segments; with `seal`, the current file first."""
         with self._checkpoint_lock, self.disk_errors():
-            return self._checkpoint(seal, carry_below)
+            if self.committer.full:
+                self._new_checkpoint().drop_dead()
+                seal = seal and self._fits(self.journal.buffer.file)
+            if seal:
+                self._roll()
+            return self._checkpoint(carry_below)
 
-    def _checkpoint(self, seal: bool, carry_below: int | None = None) -> bool:
-        if seal:
-            self._roll()
+    def _checkpoint(self, carry_below: int | None, sparing: bool = True) -> bool:
+        """One run for each sealed file; on a full disk, unless not `sparing`, only for those that there is room for."""
         done = False
         upto = self.journal.sealed
-        while self.journal.floor <= upto:
-            if self.committer.full:
-                # What it moves is there twice until the journal file goes, and acks must not starve meanwhile.
-                with self.lock:
-                    moving = sum(index.overlay.bytes_upto(self.journal.floor) for index in self.indexes())
-                if not self.committer.has_room(2 * moving):
-                    break
-            run = Checkpoint(self, self.disk, self.root, self.journal, self.settings)
-            done = run.run(carry_below) or done
+        while self.journal.floor <= upto and (self._fits(self.journal.floor) or not sparing):
+            done = self._new_checkpoint().run(carry_below) or done
         return done
+
+    def _new_checkpoint(self) -> Checkpoint:
+        return Checkpoint(self, self.disk, self.root, self.journal, self.settings)
+
+    def _fits(self, upto: int) -> bool:
+        """Is there room to move what is alive in journal files up to `upto`? It is there twice until they go."""
+        if not self.committer.full:
+            return True
+        with self.lock:
+            moving = sum(index.overlay.bytes_upto(upto) for index in self.indexes())
+        return not moving or self.committer.has_room(2 * moving + _CHECKPOINT_SLACK)
 
     def _roll(self) -> None:
         """Seal the current journal file, with everything that is appended now in it."""
@@ -422,7 +432,7 @@ class VhostStore(VhostOpening):
                 continue
             complete = False
             try:
-                if self.committer.has_room(job.copy_bytes):
+                if self.committer.has_room(job.copy_bytes + self.settings.reserve_bytes):
                     complete = job.run(sync=store is self.store)
             except OSError as error:  # the copy is dropped, and nothing refers to it
                 log.warning("compaction in %s failed: %s", store.path, error)
@@ -447,7 +457,8 @@ class VhostStore(VhostOpening):
             if full:
                 self.committer.take_reserve()
             with self.lock:
-                self.transient_store.flush()
+                if not self.committer.full:
+                    self.transient_store.flush()
                 self.monitor.update()
 
     def _maintain(self) -> None:
@@ -520,7 +531,8 @@ class VhostStore(VhostOpening):
             with self._checkpoint_lock:
                 if self.durability != "memory":
                     with self.disk_errors():
-                        self._checkpoint(seal=True, carry_below=0)
+                        self._roll()
+                        self._checkpoint(carry_below=0, sparing=False)
                         # What the checkpoint carried (reservations, state) is in a new file. The terms have it, too, but
                         # it stays: the terms may be damaged, or the next start cut short after it took them.
                         self._roll()
