@@ -252,6 +252,7 @@ def test_a_transaction_is_visible_as_a_whole_after_its_commit(bench):
     entry = Entry(0, HEAD, b"c", PERSISTENT, 1)
     bench.store.transact([(bench.queue, entry)], [(bench.queue, [seqs[0]])])
     assert bench.backing.pending_count == 0
+    assert not bench.store.journal.dirty  # its records were all in the group
     assert bench.bodies() == [b"b", b"c"]
 
 
@@ -658,8 +659,11 @@ def test_a_failed_write_closes_the_queue_until_the_store_is_opened_again(sqlite)
         sqlite.publish(os.urandom(100_000))
     with pytest.raises(StoreFailedError):
         sqlite.backing.fetch(1)
+    database._db.execute("ROLLBACK")  # as SQLite may do by itself
+    floor = sqlite.store.journal.floor
     with pytest.raises(StoreFailedError):
         sqlite.store.checkpoint(seal=True)
+    assert sqlite.store.journal.floor == floor
     assert sqlite.store.committer.failed is not None
     sqlite.crash()
     assert len(sqlite.bodies()) == 2
@@ -982,6 +986,19 @@ def test_damage_met_while_the_queue_is_used_keeps_what_was_not_committed(make_be
     bench.crash()
     assert bench.reports() == []
     assert bench.bodies() == found
+
+
+def test_an_index_that_forgot_a_message_is_found_at_a_clean_start(sqlite):
+    sqlite.publish(*(b"%d" % n for n in range(9)))
+    path = sqlite.database_path()
+    sqlite.store.close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        [(page,)] = db.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'messages_in_order'")
+    _flip(path, ((page - 1) * 4096 + 4) * 8)  # 9 entries become 8
+    sqlite.store = open_engine(sqlite.root)
+    assert sqlite.store.clean_start
+    assert sqlite.reports()
+    assert sqlite.bodies() == [b"%d" % n for n in range(9)]
 
 
 def test_what_the_journal_still_has_heals_a_lost_file(sqlite):

@@ -60,3 +60,8 @@ def stream_id(uid: int, level: int = 0) -> int:
 
 def journal_path(directory: str, number: int) -> str:
     return os.path.join(directory, f"{number}.wal")
+
+
+def pairs_of(flat: list[int]) -> list[tuple[int, int]]:
+    """A flat list first, count, first, count, ..., the form in which ranges of seq_ids travel, as pairs."""
+    return list(zip(flat[::2], flat[1::2], strict=True))

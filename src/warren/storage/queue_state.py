@@ -159,6 +159,15 @@ class QueueState:
             "disk_writes": self._disk_writes,
         }
 
+    def _chunks(self, pairs: list[int]) -> list[list[int]]:
+        """Flat pairs cut so that no piece is longer than one load."""
+        most = self._settings.load_entries
+        out = []
+        for i in range(0, len(pairs), 2):
+            first, stop = pairs[i], pairs[i] + pairs[i + 1]
+            out += [[at, min(most, stop - at)] for at in range(first, stop, most)]
+        return out
+
     def _check(self) -> None:
         """The invariants at the top of this file."""
         if not self._context.debug:

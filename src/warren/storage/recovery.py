@@ -31,7 +31,7 @@ from warren.kernel.overlay import Overlay, row_pairs, split_rows
 from warren.kernel.ranges import RangeSet
 from warren.storage.disk import Disk
 from warren.storage.journal import list_files, read_floor
-from warren.storage.layout import HEADER_BYTES, JOURNAL_MAGIC, journal_path, unpack_header
+from warren.storage.layout import HEADER_BYTES, JOURNAL_MAGIC, journal_path, pairs_of, unpack_header
 from warren.storage.ledger import Ledger
 from warren.storage.queue_index import QueueIndex
 from warren.storage.reading import open_to_read, read_around, read_whole
@@ -122,7 +122,7 @@ def recover_stream(
         found = index.files.recover(number, boot, acks, report)
         segment, base = found.segment, number * size
         stop = max(stop, base + size)
-        for first, length in _pairs(row_pairs(overlay.rows_between(base, base + size, size))):
+        for first, length in pairs_of(row_pairs(overlay.rows_between(base, base + size, size))):
             segment.kill(first - base, length, [])
         if segment.empty and not segment.unsaved:
             dead.append(number)
@@ -149,10 +149,6 @@ def recover_stream(
         stored=stored,
         counts=alive,
     )
-
-
-def _pairs(flat: list[int]) -> list[tuple[int, int]]:
-    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _is_live(index: QueueIndex, seq: int) -> bool:

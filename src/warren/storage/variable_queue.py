@@ -27,7 +27,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -49,16 +49,12 @@ from warren.kernel.entry import (
 from warren.kernel.journal_codec import ACK, PURGE
 from warren.kernel.overlay import LIVE
 from warren.kernel.ranges import RangeSet
+from warren.storage.layout import pairs_of
 from warren.storage.paging import Paging
 from warren.storage.payload import join_payload
 
 T = TypeVar("T")
 _by_seq = attrgetter("seq")
-
-
-def _twos(flat: list[int]) -> Iterator[tuple[int, int]]:
-    """A flat list first, count, ... as pairs."""
-    return zip(flat[::2], flat[1::2], strict=True)
 
 
 class VariableQueue(Paging):
@@ -96,7 +92,7 @@ class VariableQueue(Paging):
         alive = RangeSet(self.index.live_pairs(0, self.seqs.next) if pending or self.counts else ())
         return {
             "redelivered_below": self.redelivered_below,
-            "returned": [n for first, count in _twos(pending.pairs()) for n in alive.pairs(first, first + count)],
+            "returned": [n for first, count in pairs_of(pending.pairs()) for n in alive.pairs(first, first + count)],
             "counts": {seq: count for seq, count in self.counts.items() if seq in alive},
             "stored": self._stored,
             "bytes": total,
@@ -646,15 +642,6 @@ class VariableQueue(Paging):
         for segment_pairs in self._chunks(self.index.live_pairs(self.delta_start, self.delta_end)):
             entries, _ = self.index.load(segment_pairs)
             self._forget_transient([e for e in entries if not e.flags & PERSISTENT and e.seq not in kept])
-
-    def _chunks(self, pairs: list[int]) -> list[list[int]]:
-        """Flat pairs cut so that no piece is longer than one load."""
-        most = self._settings.load_entries
-        out = []
-        for i in range(0, len(pairs), 2):
-            first, stop = pairs[i], pairs[i] + pairs[i + 1]
-            out += [[at, min(most, stop - at)] for at in range(first, stop, most)]
-        return out
 
     def purge_acks(self) -> int:
         seqs = [*self._ram_pending, *(seq for seq in self._disk_pending if seq not in self._leased)]
