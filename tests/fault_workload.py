@@ -16,6 +16,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -235,6 +236,11 @@ class Driver:
         self.open.abandon()
         self.start()
         assert not self.open.clean_start
+
+    def stray(self) -> None:
+        """A directory of a queue that the metadata does not know."""
+        with contextlib.suppress(OSError):
+            self.disk.make_dirs(os.path.join(self.open.root, "queues", "stray-77"))
 
     def declare(self, name: str, **arguments: Any) -> None:
         if any(known.name == name and known.deleted == NO for known in self.witness.queues.values()):
@@ -583,12 +589,15 @@ SCRIPT: list[Callable[[Driver], None]] = _each(
     lambda d: d.declare("d"),
     lambda d: d.publish("d", [30, 300, 30]),
     lambda d: d.sync(),
-    # The process dies.
+    # The process dies. When it starts again, it finds a directory that belongs to no queue.
+    lambda d: d.stray(),
     lambda d: d.kill(),
     lambda d: d.publish("a", [30, 31, 400]),
     lambda d: d.sync(),
     lambda d: d.tick(),
     # A snapshot; what follows appends to files that it shares.
+    lambda d: d.consume("a", 2),
+    lambda d: d.checkpoint(carry_below=0),
     lambda d: d.snapshot("snapshot"),
     lambda d: d.publish("a", [32] * 6),
     lambda d: d.consume("a", 5),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -411,25 +412,30 @@ def test_a_write_torn_at_any_byte_keeps_every_promise(arena, scale, seed, record
 
 # ---- errors ----
 
+Fault = tuple[int, int]  # number of the call, errno
+
 
 @dataclasses.dataclass
 class Outcome:
-    site: str
-    kind: str
+    faults: tuple[Fault, ...]
+    kind: str  # of the call that failed last
     how: str  # survived, refused, failed
+    sites: dict[str, int]  # call sites that were reached, and the number of one of their calls
 
 
-def fail_once(root: str, n: int, error: int, seed: int) -> Outcome:
-    """The run, in which the n-th call fails; then a crash, and a check of all promises."""
-    chance = random.Random(repr((seed, n, error)))
+def fail(root: str, faults: tuple[Fault, ...], seed: int) -> Outcome:
+    """The run, in which some calls fail; then a crash, and a check of all promises."""
+    chance = random.Random(repr((seed, faults)))
     disk = FaultyDisk(root)
     disk.trace_sites = True
-    disk.rng.seed(repr((seed, n, error)))
+    disk.rng.seed(repr((seed, faults)))
     witness = Witness()
     driver = the_run(disk, witness)
     driver.patient = True
-    disk.fail_at(n, error)
+    for n, error in faults:
+        disk.fail_at(n, error)
     mode = chance.choice(["none", "all", "random", "process"])
+    last = faults[-1][0]
     try:
         try:
             do_all(driver)
@@ -439,9 +445,6 @@ def fail_once(root: str, n: int, error: int, seed: int) -> Outcome:
             how = "failed"
             if driver.store is not None and driver.store.committer.failed is not None:
                 confirm_nothing_more(driver)
-        call = disk.trace[n - 1]
-        if error == errno.ENOSPC and call.kind == "pwrite" and how == "failed":
-            raise AssertionError("the store failed for want of disk")
         clean_up(driver)
         after = disk.crash(chance, mode)
         store = open_store(after, f"{root}/data")
@@ -451,15 +454,18 @@ def fail_once(root: str, n: int, error: int, seed: int) -> Outcome:
         finally:
             store.abandon()
     except Exception as broken:
-        what = describe(n, disk.trace[n - 1])
+        what = " and ".join(
+            f"{describe(n, disk.trace[n - 1]) if n <= len(disk.trace) else n} with {errno.errorcode[error]}"
+            for n, error in faults
+        )
         raise AssertionError(
-            f"{what} failed with {errno.errorcode[error]}, then mode {mode}, seed {seed}: "
-            f"{type(broken).__name__}: {broken}"
+            f"failed: {what}; then mode {mode}, seed {seed}: {type(broken).__name__}: {broken}"
         ) from broken
     finally:
         clean_up(driver)
         shutil.rmtree(root, ignore_errors=True)
-    return Outcome(call.site, call.kind, how)
+    kind = disk.trace[last - 1].kind if last <= len(disk.trace) else ""
+    return Outcome(faults, kind, how, {call.site: n for n, call in enumerate(disk.trace, 1)})
 
 
 def confirm_nothing_more(driver: Driver) -> None:
@@ -474,31 +480,55 @@ def confirm_nothing_more(driver: Driver) -> None:
             store.reserve(queue, 1)
 
 
-def calls_to_fail(arena: Path, scale: Any, seed: int, kinds: frozenset[str] | None, every: int) -> list[int]:
-    """Numbers of calls: one of each call site at least, and a sample of the others; all of them in a full run."""
-    disk = FaultyDisk(arena / "plain")
-    disk.trace_sites = True
-    driver = the_run(disk, Witness())
-    do_all(driver)
-    clean_up(driver)
-    sites: dict[tuple[str, str], list[int]] = {}
-    for n, call in enumerate(disk.trace, 1):
-        if kinds is None or call.kind in kinds:
-            sites.setdefault((call.site, call.kind), []).append(n)
-    if ONLY_AT:
-        return [ONLY_AT]
-    chance = random.Random(seed)
-    chosen = {chance.choice(numbers) for numbers in sites.values()}
-    chosen.update(n for numbers in sites.values() for n in numbers if scale.full or (n + seed) % every == 0)
-    return sorted(chosen)
+class Failures:
+    """Single failures, at one call of each call site at least, and a sample of the others; at all calls in a full run."""
+
+    def __init__(self, arena: Path, full: bool, seed: int) -> None:
+        self._arena = arena
+        self._full = full
+        self._seed = seed
+        disk = FaultyDisk(arena / "plain")
+        disk.trace_sites = True
+        driver = the_run(disk, Witness())
+        do_all(driver)
+        clean_up(driver)
+        self.calls = list(disk.trace)
+        self._done: dict[int, list[Outcome]] = {}
+
+    def single(self, error: int) -> list[Outcome]:
+        if error not in self._done:
+            self._done[error] = [self.run(((n, error),)) for n in self._numbers(error)]
+        return self._done[error]
+
+    def run(self, faults: tuple[Fault, ...]) -> Outcome:
+        return fail(str(self._arena / "-".join(str(n) for n, _ in faults)), faults, self._seed)
+
+    def _numbers(self, error: int) -> list[int]:
+        if ONLY_AT:
+            return [ONLY_AT]
+        sites: dict[tuple[str, str], list[int]] = {}
+        for n, call in enumerate(self.calls, 1):
+            if error != errno.ENOSPC or call.kind in NEEDS_ROOM:
+                sites.setdefault((call.site, call.kind), []).append(n)
+        chance = random.Random(self._seed)
+        chosen = {chance.choice(numbers) for numbers in sites.values()}
+        chosen.update(n for numbers in sites.values() for n in numbers if self._full or (n + self._seed) % 40 == 0)
+        return sorted(chosen)
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, scale) -> Iterator[Failures]:
+    logging.disable(logging.CRITICAL)
+    place = Path("/dev/shm")
+    arena = tempfile.mkdtemp(dir=place if os.access(place, os.W_OK) else tmp_path_factory.mktemp("failures"))
+    yield Failures(Path(arena), scale.full, int(request.config.option.hypothesis_seed))
+    shutil.rmtree(arena, ignore_errors=True)
 
 
 @pytest.mark.timeout(3000)
-def test_a_full_disk_at_any_call_refuses_and_then_goes_on(arena, scale, seed, record_property):
-    numbers = calls_to_fail(arena, scale, seed, NEEDS_ROOM, 40)
-    outcomes = [fail_once(str(arena / str(n)), n, errno.ENOSPC, seed) for n in numbers]
+def test_a_full_disk_at_any_call_refuses_and_then_goes_on(failures, seed, record_property):
+    outcomes = failures.single(errno.ENOSPC)
     record_property("calls failed with ENOSPC", len(outcomes))
-    record_property("call sites", len({outcome.site for outcome in outcomes}))
     for how in ("survived", "refused", "failed"):
         record_property(how, sum(outcome.how == how for outcome in outcomes))
     # A sync that says ENOSPC leaves it open what is on the platter; that is not a full disk to wait for.
@@ -506,48 +536,167 @@ def test_a_full_disk_at_any_call_refuses_and_then_goes_on(arena, scale, seed, re
 
 
 @pytest.mark.timeout(3000)
-def test_an_error_at_any_call_site_fails_the_store_or_harms_nothing(arena, scale, seed, record_property):
-    numbers = calls_to_fail(arena, scale, seed, None, 40)
-    outcomes = [fail_once(str(arena / str(n)), n, errno.EIO, seed) for n in numbers]
+def test_an_error_at_any_call_fails_the_store_or_harms_nothing(failures, seed, record_property):
+    outcomes = failures.single(errno.EIO)
     record_property("calls failed with EIO", len(outcomes))
     for how in ("survived", "failed"):
         record_property(how, sum(outcome.how == how for outcome in outcomes))
-    reached = {outcome.site for outcome in outcomes}
-    record_property("call sites", len(reached))
-    if not ONLY_AT:
-        never = sorted(site for site, lines in call_sites().items() if not any(line in reached for line in lines))
-        assert [site for site in never if site not in NEVER_REACHED] == []
+    # Of these nothing is left open by an error: they are tried again, or done another time.
+    harmless = {outcome.kind for outcome in outcomes if outcome.how == "survived"}
+    assert harmless >= {"pread", "open_read"}
 
 
-# Calls of the disk in `storage/` that the run does not come to, and why.
-NEVER_REACHED: dict[str, str] = {}
+@pytest.mark.timeout(3000)
+def test_every_call_site_was_failed_at_least_once(failures, scale, seed, record_property):
+    """Also those that are reached only after a failure: there, two calls fail."""
+    if ONLY_AT:
+        pytest.skip("WARREN_FAULT_AT looks at one call")
+    failed = {call.site for call in failures.calls}
+    behind: dict[str, tuple[Fault, Fault]] = {}
+    for outcome in failures.single(errno.ENOSPC) + failures.single(errno.EIO):
+        for site, n in outcome.sites.items():
+            if site not in failed and site not in behind and not site.startswith("reading.py"):
+                behind[site] = (outcome.faults[0], (n, errno.EIO))
+    for faults in behind.values():
+        failures.run(faults)
+    failed.update(behind)
+    source = call_sites()
+    never = {text for text, lines in source.items() if not any(line in failed for line in lines)}
+    record_property("call sites", len(source))
+    record_property("call sites failed", len(source) - len(never - set(ELSEWHERE)))
+    record_property("call sites reached only behind a failure", len(behind))
+    known = set(ELSEWHERE) | (set() if scale.full else BEHIND_SOME_FAILURE)
+    assert never - known == set()
 
-_METHODS = {
-    name for kind in (Disk,) for name in vars(kind) if not name.startswith("_") and name not in ("exists", "is_dir")
-} | {"append", "pwrite", "pread", "sync", "reserve"}
+
+# Calls of the disk in `storage/` that the run does not come to, and the test that fails them.
+_MEMORY = "test_a_start_in_memory_durability_fails_clearly_or_not_at_all"
+_QUARANTINE = "test_a_quarantine_that_cannot_be_written_keeps_nobody_from_the_other_messages"
+ELSEWHERE = {
+    "vhost_opening.py: self.disk.listdir(os.path.join(self.root, 'journal'))": _MEMORY,
+    "vhost_opening.py: self.disk.remove_tree(os.path.join(self.root, part))": _MEMORY,
+    "vhost_opening.py: self.disk.replace(marker, b'')": _MEMORY,
+    "vhost_opening.py: self.disk.sync_dir(self.root)": _MEMORY,
+    "vhost_opening.py: self.disk.unlink(marker)": _MEMORY,
+    "vhost_opening.py: self.disk.walk(kept)": _MEMORY,
+    "quarantine.py: log.append(json.dumps(line).encode() + b'\\n')": _QUARANTINE,
+    "quarantine.py: self._disk.create(log_path)": _QUARANTINE,
+    "quarantine.py: self._disk.create(os.path.join(self._directory, name))": _QUARANTINE,
+    "quarantine.py: self._disk.listdir(self._directory)": _QUARANTINE,
+    "quarantine.py: self._disk.make_dirs(self._directory)": _QUARANTINE,
+    "quarantine.py: self._disk.open(log_path)": _QUARANTINE,
+    "quarantine.py: self._disk.open_read(path)": _QUARANTINE,
+    "quarantine.py: source.pread(min(length, _MOST_BYTES), offset)": _QUARANTINE,
+    "quarantine.py: target.append(data)": _QUARANTINE,
+    "reading.py: file.pread(size, offset)": "test_reading.py",
+}
+# A small run has not all first failures behind which these are reached.
+BEHIND_SOME_FAILURE = {
+    "message_store.py: disk.unlink(os.path.join(path, name))",
+    "segment.py: file.pwrite(pack_header(magic, self.sid, number * self.segment_size, self.segment_size), 0)",
+    "store_format.py: self._disk.unlink(self._part_path)",
+    "store_format.py: self._disk.unlink(self.path)",
+    "vhost_store.py: self.disk.remove_tree(directory)",
+    "committer.py: self._disk.unlink(self._reserve_path)",
+    "committer.py: self._disk.free_bytes(self._root)",
+}
+
+
+def fail_each_call(arena: Path, work: Callable[[FaultyDisk], None]) -> set[str]:
+    """`work`, once for each call of its disk, which fails with EIO; the call sites."""
+    sites: set[str] = set()
+    n = 0
+    while True:
+        n += 1
+        disk = FaultyDisk(arena / f"each-{n}")
+        disk.trace_sites = True
+        disk.fail_at(n, errno.EIO)
+        try:
+            work(disk)
+        except Exception as error:
+            raise AssertionError(f"{describe(n, disk.trace[n - 1])} failed: {type(error).__name__}: {error}") from error
+        if disk.calls < n:
+            return sites
+        sites.add(disk.trace[n - 1].site)
+
+
+def reached(sites: set[str], test: str) -> bool:
+    source = call_sites()
+    return all(sites & set(source[text]) for text, by in ELSEWHERE.items() if by == test)
+
+
+def test_a_start_in_memory_durability_fails_clearly_or_not_at_all(arena):
+    def work(disk: FaultyDisk) -> None:
+        root = f"{disk.root}/data"
+        for durability in ("memory", "memory", "fsync", "memory"):
+            for attempt in (1, 2):
+                try:
+                    store = open_store(disk, root, durability=durability)
+                    store.declare("m")
+                    store.close()
+                    break
+                except StoreFailedError:
+                    assert attempt == 1, "one error failed two starts"
+                    # A stop that failed leaves a journal, and nobody knows yet that it is empty.
+                    durability = "fsync" if durability == "memory" else durability
+
+    assert reached(fail_each_call(arena, work), _MEMORY)
+
+
+def test_a_quarantine_that_cannot_be_written_keeps_nobody_from_the_other_messages(arena):
+    def work(disk: FaultyDisk) -> None:
+        witness = Witness()
+        driver = the_run(disk, witness)
+        driver.patient = True
+        driver.start()
+        driver.declare("a")
+        driver.publish("a", [60] * 8)
+        driver.sync()
+        driver.checkpoint(carry_below=0)
+        driver.stop()
+        for offset in (100, 200):
+            disk.flip_bit(f"{driver.open.queues['a'].directory}/0.qs", offset * 8)
+        with driver.open.lock:
+            served = driver.open.queues["a"].backing.fetch(20)
+        assert len(served) == 6
+        damaged = [report["offset"] for report in driver.open.quarantine.reports if str(report["file"]).endswith(".qs")]
+        assert len(damaged) == 2
+        clean_up(driver)
+
+    def patient_work(disk: FaultyDisk) -> None:
+        # The store fails when its own writes do; that is not what this looks at.
+        with contextlib.suppress(StoreFailedError):
+            work(disk)
+
+    assert reached(fail_each_call(arena, patient_work), _QUARANTINE)
+
+
+_DISK_METHODS = {name for name in vars(Disk) if not name.startswith("_") and name not in ("exists", "is_dir")}
+_FILE_METHODS = {"append", "pwrite", "pread", "sync", "reserve"}
+_FILES = {"file", "handle", "reader", "source", "target", "log"}
+_NOT_FILES = {"message_store.py: file.sync()", "compaction.py: target.sync()"}  # a DataFile, whose handle is a file
 
 
 def call_sites() -> dict[str, list[str]]:
-    """Where the source of `storage/` calls a disk or a file: "file.py:line" -> all lines of that call."""
+    """Where `storage/` calls a disk or a file: "file.py: source of the call" -> its lines, as "file.py:120"."""
     found: dict[str, list[str]] = {}
     for path in sorted(Path(warren.storage.__path__[0]).glob("*.py")):
         if path.name in ("disk.py", "verify.py", "queue_database.py", "sqlite_queue.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            if node.func.attr in _METHODS and is_disk(node.func.value, node.func.attr):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_disk_call(node.func):
+                text = f"{path.name}: {ast.unparse(node)}"
                 lines = [f"{path.name}:{line}" for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)]
-                found[lines[0]] = lines
+                if text not in _NOT_FILES:
+                    found.setdefault(text, []).extend(lines)
     return found
 
 
-def is_disk(value: ast.expr, method: str) -> bool:
-    name = ast.unparse(value)
-    if name.endswith("disk"):
-        return True
-    files = ("file", "handle", "reader", "source", "target", "log")
-    return name.split(".")[-1].lstrip("_") in files and method in ("append", "pwrite", "pread", "sync", "reserve")
+def is_disk_call(function: ast.Attribute) -> bool:
+    owner = ast.unparse(function.value)
+    if owner.endswith("disk"):
+        return function.attr in _DISK_METHODS
+    return function.attr in _FILE_METHODS and owner.split(".")[-1].lstrip("_") in _FILES
 
 
 def test_a_disk_that_stays_full_refuses_and_says_so(arena):

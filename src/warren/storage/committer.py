@@ -92,12 +92,13 @@ class Committer:
     def check(self) -> None:
         """Raises what made the store unusable. Requires: the lock."""
         if self.failed is not None:
-            raise self.failed
+            raise type(self.failed)(
+                *self.failed.args
+            ) from self.failed.__cause__  # fresh: a traceback grows when raised
 
     def check_publish(self) -> None:
         """As `check`, and refuses publishing on a full disk."""
-        if self.failed is not None:
-            raise self.failed
+        self.check()
         if self.full:
             raise DiskFullError(
                 f"the disk of {self._root} is full: free some room, or consume messages; publishing goes on by itself"

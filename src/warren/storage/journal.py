@@ -185,7 +185,7 @@ class Journal:
         parts = []
         flying = self._in_flight
         for block in (self.buffer, flying):
-            if block is not None and block.file == number and stop > block.base:
+            if block is not None and block.file == number and stop > block.base and stop > start:
                 begin = max(start, block.base)
                 parts.append(block.peek(begin, stop - begin))
                 stop = begin

@@ -18,6 +18,10 @@ class DirectoryLock:
         except BlockingIOError:
             owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
+            if owner == str(os.getpid()):
+                raise StoreLockedError(
+                    f"{os.path.dirname(path)} is open in this process ({owner}) already. Share that store, or close it first"
+                ) from None
             raise StoreLockedError(
                 f"{os.path.dirname(path)} is in use by process {owner}. Close it there, or stop that process"
             ) from None

@@ -188,6 +188,7 @@ class QueueIndex:
 
     def ensure_created(self, segment: Segment) -> None:
         if not segment.created:
+            self._disk.make_dirs(self.files.directory)
             self.names_changed = True
             self.files.create(segment)
 
@@ -328,8 +329,8 @@ class QueueIndex:
         """A segment that has nothing alive goes: its .qi at once, the rest is the checkpoint's business."""
         for suffix in ("qi", "qs"):
             self._handles.drop(self.files.path(number, suffix))
-        self.names_changed = True
-        self.files.unlink_index(number)
+        if self.files.unlink_index(number):
+            self.names_changed = True
         del self.segments[number]
 
     # -- counting ----------------------------------------------------------------------------------------------------

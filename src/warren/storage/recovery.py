@@ -70,8 +70,8 @@ def replay_journal(
     for done, number in enumerate(needed):
         path = journal_path(directory, number)
         data = read_whole(disk, path)
-        if unpack_header(JOURNAL_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
-            report(path, 0, min(len(data), HEADER_BYTES), -1, "header of a journal file; its records are still read")
+        if unpack_header(JOURNAL_MAGIC, data, path) is None and len(data) > HEADER_BYTES and any(data[:HEADER_BYTES]):
+            report(path, 0, HEADER_BYTES, -1, "header of a journal file; its records are still read")
         others: list[tuple[int, Any]] = []
         damaged: list[tuple[int, int]] = []
         lsn, _, records, _ = replay(

@@ -135,8 +135,7 @@ class SegmentFiles:
         return self._disk.open(path), False
 
     def create(self, segment: Segment) -> None:
-        """Make .qi and .qs."""
-        self._disk.make_dirs(self._directory)
+        """Make .qi and .qs. Requires: the directory is there."""
         for suffix, magic in (("qi", INDEX_MAGIC), ("qs", BODIES_MAGIC)):
             file, _ = self.open_append(segment.number, suffix, magic)
             if suffix == "qs":
@@ -144,11 +143,14 @@ class SegmentFiles:
             file.close()
         segment.created = True
 
-    def unlink_index(self, number: int) -> None:
-        """The segment is no more once the directory is synced; only then may the rest go, or its acks would be lost."""
+    def unlink_index(self, number: int) -> bool:
+        """The segment is no more once the directory is synced; only then may the rest go, or its acks would be lost.
+        Whether there was one."""
         path = self.path(number, "qi")
-        if self._disk.exists(path):
-            self._disk.unlink(path)
+        if not self._disk.exists(path):
+            return False
+        self._disk.unlink(path)
+        return True
 
     def unlink_rest(self, number: int) -> None:
         """What is left of a segment that has no .qi. Best effort: alone it says nothing."""

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from warren.errors import (
@@ -129,15 +130,29 @@ class VhostOpening:
             self.disk.replace(name, self.vhost.encode())
 
     def _open(self) -> None:
-        settings = self.settings
         self.quarantine = Quarantine(self.disk, self.root, self._log_damage)
         self.metadata = Metadata(os.path.join(self.root, "meta.db"))
         try:
-            self._recover(settings)
+            self._keep_segment_size()
+            self._recover(self.settings)
         except BaseException:
             self._close_databases()
             self.metadata.close()
             raise
+
+    def _keep_segment_size(self) -> None:
+        """The number of seq_ids in a segment is fixed when the vhost is made: it says where every slot is."""
+        fixed = self.metadata.get("segment_entries")
+        if fixed is None:
+            self.metadata.set("segment_entries", self.settings.segment_entries)
+        elif fixed != self.settings.segment_entries:
+            log.warning(
+                "segments of %s have %s entries, not %s; that cannot change",
+                self.root,
+                fixed,
+                self.settings.segment_entries,
+            )
+            self.settings = replace(self.settings, segment_entries=fixed)
 
     def _recover(self, settings: EngineSettings) -> None:
         boot = self.metadata.boot()
