@@ -158,7 +158,7 @@ cdef class RangeSet:
         cdef uint64_t high = 0xFFFFFFFFFFFFFFFF if stop is None else stop
         cdef Py_ssize_t at = self.find(low)
         cdef uint64_t a, b
-        while at < self.n and self.rows[at].first < high:
+        while low < high and at < self.n and self.rows[at].first < high:
             a = max(low, self.rows[at].first)
             b = min(high, self.rows[at].stop)
             out.append(a)
@@ -208,7 +208,7 @@ cdef class RangeSet:
         """How many members lie in [first, stop)."""
         cdef Py_ssize_t at = self.find(first)
         cdef uint64_t total = 0
-        while at < self.n and self.rows[at].first < stop:
+        while first < stop and at < self.n and self.rows[at].first < stop:
             total += min(stop, self.rows[at].stop) - max(first, self.rows[at].first)
             at += 1
         return total

@@ -20,7 +20,7 @@ class DirectoryLock:
             os.close(self._fd)
             if owner == str(os.getpid()):
                 raise StoreLockedError(
-                    f"{os.path.dirname(path)} is open in this process ({owner}) already. Share that store, or close it first"
+                    f"{os.path.dirname(path)} is in use by process {owner}, this one. Share that store, or close it first"
                 ) from None
             raise StoreLockedError(
                 f"{os.path.dirname(path)} is in use by process {owner}. Close it there, or stop that process"

@@ -460,6 +460,8 @@ class VhostStore(VhostOpening):
                 if not self.committer.full:
                     self.transient_store.flush()
                 self.monitor.update()
+            for store in (self.store, self.transient_store):
+                store.sweep()
 
     def _maintain(self) -> None:
         interval = self.settings.commit_interval
