@@ -346,8 +346,11 @@ class VhostOpening:
             for seq, msg_id in stream.stored:
                 if msg_id in missing:
                     self.report(self.store.path, 0, 0, seq, f"body {msg_id.hex()} is missing", sid)
-                    indexes[sid].lose(seq)
+                    entries, _ = indexes[sid].load([seq, 1])
+                    stream.payload_bytes -= sum(entry.size for entry in entries)
                     stream.count -= 1
+                    stream.counts.pop(seq, None)
+                    indexes[sid].lose(seq)
             stream.stored = [(seq, msg_id) for seq, msg_id in stream.stored if msg_id not in missing]
 
     def _leased(self, sid: int) -> list[int]:
