@@ -699,6 +699,34 @@ def is_disk_call(function: ast.Attribute) -> bool:
     return function.attr in _FILE_METHODS and owner.split(".")[-1].lstrip("_") in _FILES
 
 
+def test_a_checkpoint_between_a_transaction_and_its_commit_does_not_undo_the_ack(arena, monkeypatch):
+    """Found by kill -9: the message was live for the checkpoint, which repeated it in the journal behind its ack."""
+    disk = FaultyDisk(arena / "disk")
+    witness = Witness()
+    driver = the_run(disk, witness)
+    driver.start()
+    for name in ("a", "b"):
+        driver.declare(name)
+    for carry_below in (ALL, 0):
+        driver.publish("a", [40, 400])
+        driver.sync()
+        with driver.open.quiet():
+            pass  # seals the journal file; no checkpoint has looked at it yet
+        committer = driver.open.committer
+        commit = committer.sync
+
+        def checkpoint_first(lsn: int | None = None, commit=commit, carry_below=carry_below) -> None:
+            if lsn is not None:
+                driver.open.checkpoint(carry_below=carry_below)
+            commit(lsn)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(committer, "sync", checkpoint_first)
+            driver.transact([("b", 30)], {"a": 2})
+        Campaign(arena, 0).crash(disk, witness, "none", f"a transaction, carry_below {carry_below}", follow=True)
+    clean_up(driver)
+
+
 def test_a_disk_that_stays_full_refuses_and_says_so(arena):
     """Not one call, but every one from some moment on."""
     disk = FaultyDisk(arena / "disk")

@@ -79,7 +79,7 @@ class BackingQueue(Protocol):
         """The transaction is committed: enqueue its messages."""
 
     def journal_ack(self, seqs: list[int]) -> None:
-        """The record of an ack only; `ack_committed` follows once it is synced."""
+        """The record of an ack, and what it does on disk; `ack_committed` follows once it is synced."""
 
     def ack_committed(self, seqs: list[int]) -> list[int]:
         """As `ack`, for acks whose record is synced."""

@@ -57,7 +57,7 @@ class QueueState:
         self.returned = RangeSet()  # seq_ids that were handed out and came back
         self.redelivered_below = 0  # everything below was perhaps handed out before a crash
         self._hidden = RangeSet()  # published by transactions that are not committed yet
-        self._ack_is_synced = False  # an ack under way has its record in the journal already
+        self._ack_is_synced = False  # an ack under way is that of a transaction, which is done on disk already
         self._confirmed: list[int] = []
         self._unconfirmed = 0
         self._rates = Rates(context.clock())

@@ -306,10 +306,16 @@ class VariableQueue(Paging):
             self._forget_marks(entries)
 
     def journal_ack(self, seqs: list[int]) -> None:
-        """The record only; `ack_committed` follows once it is synced."""
+        """What an ack does on disk; `ack_committed` follows once it is synced. Not later: a checkpoint in between would
+        take the messages for live ones, and repeat them behind their ack."""
         persistent = sorted(seq for seq in seqs if self._is_persistent(seq))
-        if persistent:
-            self._journal.buffer.append_ranges(ACK, self.index.sid, seq_ranges(persistent))
+        if not persistent:
+            return
+        held = [entry for seq in persistent if (entry := self._ram_pending.get(seq)) is not None]
+        stored = [entry.msg_id for entry in held if entry.flags & IN_STORE]
+        if len(held) < len(persistent):
+            stored += self._stored_ids(seq_ranges([seq for seq in persistent if seq not in self._ram_pending]))
+        self._journal_ack(ACK, seq_ranges(persistent), stored)
 
     def _is_persistent(self, seq: int) -> bool:
         entry = self._ram_pending.get(seq)
@@ -318,7 +324,7 @@ class VariableQueue(Paging):
         return seq in self._disk_pending and seq not in self._disk_transient
 
     def ack_committed(self, seqs: list[int]) -> list[int]:
-        """As `ack`, for acks whose record is synced."""
+        """As `ack`, for what `journal_ack` has done its part of."""
         self._ack_is_synced = True
         try:
             return self.ack(seqs)
@@ -326,8 +332,9 @@ class VariableQueue(Paging):
             self._ack_is_synced = False
 
     def _journal_ack(self, kind: int, pairs: list[int], stored: list[bytes]) -> None:
-        if not self._ack_is_synced:
-            self._journal.buffer.append_ranges(kind, self.index.sid, pairs)
+        if self._ack_is_synced:
+            return
+        self._journal.buffer.append_ranges(kind, self.index.sid, pairs)
         ticket = self.index.ack(pairs)
         self._stored -= len(stored)
 
@@ -336,10 +343,7 @@ class VariableQueue(Paging):
             if stored:
                 self._context.persistent_store.remove_many(stored)
 
-        if self._ack_is_synced:
-            synced()
-        else:
-            self._journal.after(synced)
+        self._journal.after(synced)
 
     def _forget_transient(self, entries: list[Entry]) -> None:
         slotted = [entry for entry in entries if entry.flags & SLOTTED]
