@@ -15,6 +15,7 @@ KERNEL = Path("src/warren/kernel")
 
 LOGIC = [
     "storage/queue_state.py",
+    "storage/pending_acks.py",
     "storage/paging.py",
     "storage/variable_queue.py",
     "storage/queue_index.py",

@@ -385,6 +385,8 @@ class BackingQueueMachine(RuleBasedStateMachine):
             seen.sort()
             expected.sort(key=lambda message: message.seq)
         assert seen == [(m.seq, m.state != READY, m.body) for m in expected]
+        levels = self.store.get(queue).backing.fold(lambda entry, _, so_far: (True, [*so_far, entry.level]), [], start)
+        assert sorted(levels) == sorted(message.level for message in expected)
 
     def _contents(self, name: str, start: int = 0) -> list[tuple[int, bool, bytes]]:
         seen: list[tuple[int, bool, bytes]] = []
@@ -860,6 +862,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
             assert backing.ready_bytes() == sum(message.size for message in ready)
             head = backing.peek()
             assert (head.seq if head is not None else None) == (ready[0].seq if ready else None)
+            assert head is None or head.level == ready[0].level
             assert backing.redelivered_below == model.redelivered_below
             assert set(backing.returned) == {m.seq for m in model.messages.values() if m.returned}
             assert backing.counts == {m.seq: m.count for m in model.messages.values() if m.count}

@@ -16,7 +16,9 @@ Rules:
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -164,6 +166,16 @@ def open_store(disk: Disk, root: str, **options: Any) -> VhostStore:
     return VhostStore(root, disk=disk, background=False, debug=True, clock=lambda: 0.0, **options)
 
 
+def in_parts(parts: int, work: Callable[..., tuple[int, ...]], *arguments: Any) -> tuple[int, ...]:
+    """`work(part, parts, ...)` for each part, each in a process of its own; the sums of what they return."""
+    if parts == 1:
+        return work(0, 1, *arguments)
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(parts, mp_context=context) as pool:
+        counted = [pool.submit(work, part, parts, *arguments) for part in range(parts)]
+        return tuple(map(sum, zip(*(one.result() for one in counted), strict=True)))
+
+
 class Driver:
     """Does one thing after the other with a store, and tells the witness before and after."""
 
@@ -249,6 +261,10 @@ class Driver:
         volatile = arguments.get("x-backing-queue") == "volatile"
         self.witness.queues[queue.uid] = Known(name, queue.uid, volatile, declared=SAFE)
         self.witness.version += 1
+
+    def adopt(self, queue: StoredQueue) -> None:
+        """A queue that is there, and is empty."""
+        self.witness.queues[queue.uid] = Known(queue.name, queue.uid, declared=SAFE)
 
     def delete(self, name: str) -> None:
         known = self.witness.by_name(name)

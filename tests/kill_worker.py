@@ -40,6 +40,7 @@ SETTINGS = EngineSettings(
     reserve_bytes=64 * 1024,
     commit_interval=0.002,
 )
+MOST_READY = 300  # publishers wait for consumers above that: the parent reads everything, every time
 QUEUES = {"plain": {}, "levels": {"x-max-priority": 2}, "target": {}}
 
 
@@ -89,6 +90,9 @@ class Worker:
 
     def publish(self, chance: random.Random, name: str) -> None:
         queue = self.queues[chance.choice(["plain", "plain", "levels"])]
+        if len(queue.backing) > MOST_READY:
+            time.sleep(0.001)
+            return
         count = chance.choice([1, 1, 2, 5, 20])
         size = chance.choice([10, 50, 200, 700, 3000])
         persistent = chance.random() < 0.8

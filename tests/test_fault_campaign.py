@@ -18,12 +18,10 @@ A failure names the call, the mode and the seed. `WARREN_FAULT_AT=<call>` with `
 from __future__ import annotations
 
 import ast
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
 import logging
-import multiprocessing
 import os
 import random
 import shutil
@@ -35,7 +33,7 @@ from typing import Any
 import pytest
 
 import warren.storage
-from tests.fault_workload import SCRIPT, SETTINGS, Driver, Witness, check, open_store, work_on
+from tests.fault_workload import SCRIPT, SETTINGS, Driver, Witness, check, in_parts, open_store, work_on
 from tests.faulty_disk import Call, FaultyDisk, Mode
 from warren.errors import DiskFullError, StoreFailedError
 from warren.storage.disk import Disk
@@ -177,16 +175,6 @@ class Campaign:
                 check(store, then)
             finally:
                 store.abandon()
-
-
-def in_parts(parts: int, work: Callable[..., tuple[int, ...]], *arguments: Any) -> tuple[int, ...]:
-    """`work(part, parts, ...)` for each part, each in a process of its own; the sums of what they return."""
-    if parts == 1:
-        return work(0, 1, *arguments)
-    context = multiprocessing.get_context("fork")
-    with concurrent.futures.ProcessPoolExecutor(parts, mp_context=context) as pool:
-        counted = [pool.submit(work, part, parts, *arguments) for part in range(parts)]
-        return tuple(map(sum, zip(*(one.result() for one in counted), strict=True)))
 
 
 def describe(n: int, call: Call) -> str:

@@ -93,6 +93,37 @@ def number_entries(list entries not None, uint64_t first_seq, uint8_t level):
         first_seq += 1
 
 
+def split_levels(list entries not None, uint8_t highest):
+    """Entries by priority level, none above `highest`: (level, entries), in the order in which the levels occur."""
+    cdef list groups = [None] * 256
+    cdef list out = []
+    cdef Entry entry
+    cdef uint8_t level, first
+    cdef bint mixed = False
+    if not entries:
+        return out
+    first = min((<Entry>entries[0]).level, highest)
+    for item in entries:
+        if min((<Entry>item).level, highest) != first:
+            mixed = True
+            break
+    if not mixed:       # the common case: nothing is copied
+        return [(first, entries)]
+    for item in entries:
+        level = min((<Entry>item).level, highest)
+        if groups[level] is None:
+            groups[level] = []
+            out.append((level, groups[level]))
+        (<list>groups[level]).append(item)
+    return out
+
+
+def set_level(list entries not None, uint8_t level):
+    """Give entries that come from disk, which does not know it, their priority level."""
+    for item in entries:
+        (<Entry>item).level = level
+
+
 def summarize(list entries not None):
     """(payload bytes, how many are persistent, the largest payload)."""
     cdef uint64_t total = 0

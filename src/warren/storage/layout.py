@@ -58,6 +58,11 @@ def stream_id(uid: int, level: int = 0) -> int:
     return uid << 8 | level
 
 
+def level_of(sid: int) -> int:
+    """The priority level that a stream id carries."""
+    return sid & 0xFF
+
+
 def journal_path(directory: str, number: int) -> str:
     return os.path.join(directory, f"{number}.wal")
 

@@ -682,6 +682,10 @@ class MessageStore:
         if store.missing:
             for region in torn:
                 quarantine(*region)
+        if empty:  # a killed compaction may have left a copy that only the kernel has: it must be safe before the other goes
+            for file in [file for file in store.data_files() if file.generation]:
+                file.sync()
+            disk.sync_dir(path)
         for file in empty:
             file.unlink()
         return store

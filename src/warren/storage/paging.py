@@ -77,6 +77,8 @@ class Paging(QueueState):
     def _fill(self, entries: list[Entry]) -> list[Entry]:
         """Give all of `entries` their bodies, and read ahead in q3; those that are damaged are left out. The RAM counts
         are not touched for `entries`."""
+        if ram_total(entries)[0] == len(entries):
+            return entries
         ahead: list[Entry] = []
         room = _READ_AHEAD_BYTES
         for entry in self.q3:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from warren.kernel.entry import Entry
+from warren.kernel.entry import Entry, set_level, split_levels
 from warren.kernel.ranges import RangeSet
 from warren.storage.backing_queue import BackingQueue
 
@@ -53,11 +53,8 @@ class PriorityQueue:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def _by_level(self, entries: list[Entry]) -> list[tuple[BackingQueue, list[Entry]]]:
-        most = len(self.levels) - 1
-        groups: dict[int, list[Entry]] = {}
-        for entry in entries:
-            groups.setdefault(min(entry.level, most), []).append(entry)
-        return [(self.levels[level], group) for level, group in groups.items()]
+        levels = self.levels
+        return [(levels[number], group) for number, group in split_levels(entries, len(levels) - 1)]
 
     def publish(self, entries: list[Entry], confirm: bool = False) -> None:
         for level, group in self._by_level(entries):
@@ -98,9 +95,9 @@ class PriorityQueue:
                 break
             level = self.levels[number]
             if not level.is_empty():
-                for entry in level.fetch(count - len(entries), ack_required):
-                    entry.level = number
-                    entries.append(entry)
+                some = level.fetch(count - len(entries), ack_required)
+                set_level(some, number)
+                entries += some
         return entries
 
     def drop(self, count: int, ack_required: bool = False) -> list[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 
-from warren.kernel.entry import IN_QS, IN_STORE, SLOTTED, Entry
+from warren.kernel.entry import IN_QS, IN_STORE, SLOTTED, Entry, set_level
 from warren.kernel.journal_codec import read_publishes
 from warren.kernel.overlay import Overlay, row_pairs, split_rows
 from warren.kernel.segment_codec import (
@@ -31,7 +31,7 @@ from warren.kernel.segment_codec import (
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.file_cache import FileCache
 from warren.storage.journal import Journal
-from warren.storage.layout import BODIES_MAGIC, HEADER_BYTES, INDEX_MAGIC, journal_path
+from warren.storage.layout import BODIES_MAGIC, HEADER_BYTES, INDEX_MAGIC, journal_path, level_of
 from warren.storage.segment import Report, Segment, SegmentFiles
 
 _MOST_SPAN_BYTES = 4 * 1024 * 1024  # one read of the journal or of a .qs
@@ -211,6 +211,8 @@ class QueueIndex:
             entries = sorted(entries + slotted, key=_by_seq)[:limit]
         elif slotted:
             entries = slotted
+        if level := level_of(self.sid):
+            set_level(entries, level)
         return entries, lost
 
     def load(self, pairs: list[int]) -> tuple[list[Entry], list[int]]:

@@ -57,7 +57,6 @@ class QueueState:
         self.returned = RangeSet()  # seq_ids that were handed out and came back
         self.redelivered_below = 0  # everything below was perhaps handed out before a crash
         self._hidden = RangeSet()  # published by transactions that are not committed yet
-        self._ack_is_synced = False  # an ack under way is that of a transaction, which is done on disk already
         self._confirmed: list[int] = []
         self._unconfirmed = 0
         self._rates = Rates(context.clock())
@@ -169,7 +168,7 @@ class QueueState:
         return out
 
     def _check(self) -> None:
-        """The invariants at the top of this file."""
+        """The invariants that `variable_queue.py` begins with."""
         if not self._context.debug:
             return
         q1, q2, q3, q4, delta = self.q1, self.q2, self.q3, self.q4, self.delta_count

@@ -115,7 +115,7 @@ def recover_stream(
     counts: dict[int, int] = {}
     acks = state.acks.get(index.sid)
     total = 0
-    stop = overlay.last_seq() + 1
+    stop = max(overlay.last_seq() + 1, acks.stop() if acks else 0)
     size = index.segment_size
     dead: list[int] = []
     for number in index.files.numbers():

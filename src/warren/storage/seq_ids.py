@@ -3,6 +3,9 @@
 A seq_id may be handed out only when a reservation above it is synced. Reservations are made ahead, so a publisher
 rarely waits; each time one had to, the next reservation reaches further. After a dirty stop the queue goes on at the
 segment after the highest reserved or found. A new queue owns its first segment without a record: its uid is new.
+
+Each reservation is written twice: a damaged one must not take the queue back to where it was, because a message with a
+seq_id that was acked before is dead at the next start.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ class SeqIds:
 
     def carry(self) -> None:
         """Repeat the newest reservation in the journal's newest file."""
-        self._journal.buffer.append_reserve(self.uid, self._asked)
+        for _ in range(2):
+            self._journal.buffer.append_reserve(self.uid, self._asked)
         self.file = self._journal.buffer.file
 
     def _reserve(self, upto: int) -> None:
         self._asked = upto
-        self._journal.buffer.append_reserve(self.uid, upto)
-        self.file = self._journal.buffer.file
+        self.carry()
         self._journal.after(lambda: self._granted(upto))
 
     def _granted(self, upto: int) -> None:

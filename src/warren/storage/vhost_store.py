@@ -285,7 +285,7 @@ class VhostStore(VhostOpening):
         """Freeze ready messages from the head as the lease's next checkout; durable when this returns."""
         with self.lock:
             self.committer.check()
-            state = self.ledger.table(LEASE).get(lease) or {"epoch": 0, "floor": 0, "next": 1}
+            state = self._lease(lease)
             ranges = queue.backing.checkout(limit, most_bytes)
             if not ranges:
                 return None
@@ -301,6 +301,14 @@ class VhostStore(VhostOpening):
             lsn = self.journal.appended_lsn
         self.committer.sync(lsn)
         return Checkout(number, lease, ranges)
+
+    def _lease(self, lease: str) -> dict[str, int]:
+        """Its record; a new one where there is none, which is above the checkouts that damage has left of it."""
+        state: dict[str, int] | None = self.ledger.table(LEASE).get(lease)
+        if state is not None:
+            return state
+        last = max((checkout.number for checkout in self.checkouts(lease)), default=0)
+        return {"epoch": 0, "floor": 0, "next": last + 1}
 
     def checkouts(self, lease: str) -> list[Checkout]:
         """Open checkouts of a lease, oldest first."""
@@ -321,7 +329,7 @@ class VhostStore(VhostOpening):
             if due:
                 by_uid = {queue.uid: queue for queue in self.queues.values()}
                 self.journal.buffer.begin_group()
-                state = self.ledger.table(LEASE)[lease]
+                state = self._lease(lease)
                 self.ledger.put(LEASE, lease, {**state, "floor": max(state["floor"], upto)})
                 for checkout in due:
                     uid = self.ledger.table(CHECKOUT)[f"{lease}/{checkout.number}"]["queue"]

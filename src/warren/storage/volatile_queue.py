@@ -12,7 +12,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from warren.kernel.entry import Entry, record_pending, take_pending, total_size
+from warren.kernel.entry import Entry, entry_ranges, record_pending, take_pending, total_size
 from warren.kernel.ranges import RangeSet
 from warren.storage.context import QueueContext
 from warren.storage.rates import Rates
@@ -92,8 +92,7 @@ class VolatileQueue:
         self._rates.update(self._context.clock())
 
     def _confirm(self, entries: list[Entry]) -> None:
-        for entry in entries:
-            self._confirmed += (entry.seq, 1)
+        self._confirmed += entry_ranges(entries)
 
     def _merge(self, entries: list[Entry]) -> None:
         ready = self._ready
@@ -134,9 +133,11 @@ class VolatileQueue:
 
     def _forget(self, entries: list[Entry]) -> None:
         self._context.monitor.ram_bytes -= total_size(entries)
-        for entry in entries:
-            self.counts.pop(entry.seq, None)
-            self.returned.remove(entry.seq, 1)
+        if self.counts:
+            for entry in entries:
+                self.counts.pop(entry.seq, None)
+        if self.returned:
+            self.returned.remove_pairs(entry_ranges(entries))
 
     def peek(self) -> Entry | None:
         return self._ready[0] if self._ready else None
@@ -215,7 +216,7 @@ class VolatileQueue:
             return {}
         self._bytes -= total_size(taken)
         self._pend(taken, self._leased)
-        return {self.sid: [number for entry in taken for number in (entry.seq, 1)]}
+        return {self.sid: entry_ranges(taken)}
 
     def settle(self, ranges: dict[int, list[int]], requeue: bool) -> int:
         pairs = ranges.get(self.sid, [])
