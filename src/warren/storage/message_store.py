@@ -682,9 +682,7 @@ class MessageStore:
         if store.missing:
             for region in torn:
                 quarantine(*region)
-        if (
-            empty
-        ):  # a killed compaction may have left a copy that only the kernel has: it must be safe before the other goes
+        if empty:  # of a killed compaction, perhaps: its copy must be safe before they go
             for file in [file for file in store.data_files() if file.generation]:
                 file.sync()
             disk.sync_dir(path)
