@@ -9,7 +9,9 @@ import pytest
 from tests.faulty_disk import FaultyDisk
 from tests.small_engine import HEAD, crash_and_reopen, fetch, make_entries, open_engine, publish
 from warren.kernel.entry import Entry
-from warren.kernel.overlay import HIDDEN
+from warren.kernel.journal_codec import MOST_TARGETS, RecordBuffer
+from warren.kernel.overlay import HIDDEN, Overlay
+from warren.storage import vhost_store
 from warren.storage.variable_queue import VariableQueue
 from warren.storage.vhost_store import VhostStore
 
@@ -148,3 +150,26 @@ def test_a_volatile_queue_survives_a_clean_stop_as_a_name(store: VhostStore, dis
     assert store.get("q").backing.depth() == 0
     assert publish(store, store.get("q"), 1) == [3]
     store.abandon()
+
+
+def test_a_fan_out_to_very_many_queues_is_some_records_and_all_or_nothing(
+    store: VhostStore, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of a record without its payload has 16 bits in memory: above 4093 queues all byte counts were wrong."""
+    assert 32 + 264 + MOST_TARGETS * 16 < 2**16
+    monkeypatch.setattr(vhost_store, "MOST_TARGETS", 3)
+    queues = [store.declare(f"q{n}") for n in range(8)]
+    store.fan_out(queues, HEAD, b"to all", persistent=True, published_at=1, producer="p" * 255, publishing_id=1)
+    store.sync()
+    store, _ = crash_and_reopen(store, disk)
+    for queue in store.queues.values():
+        assert queue.backing.ready_bytes() == 4 + len(HEAD) + len(b"to all")
+        assert [entry.body for entry in queue.backing.fetch(2)] == [b"to all"]
+    store.abandon()
+
+
+def test_a_record_refuses_more_targets_than_it_can_count() -> None:
+    overlay = Overlay()
+    targets = [(256, seq, overlay) for seq in range(MOST_TARGETS + 1)]
+    with pytest.raises(ValueError, match="4001 targets"):
+        RecordBuffer().append_fanout(Entry(0, HEAD, b"", 1), targets, 1)

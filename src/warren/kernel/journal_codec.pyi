@@ -20,6 +20,7 @@ DEDUP: int
 BLOCK_HEADER_BYTES: int
 RECORD_PREFIX_BYTES: int
 PUBLISH_FIXED_BYTES: int
+MOST_TARGETS: int
 
 class RecordBuffer:
     file: int

@@ -37,6 +37,7 @@ cdef enum:
 BLOCK_HEADER_BYTES = BLOCK_HEADER
 RECORD_PREFIX_BYTES = PREFIX
 PUBLISH_FIXED_BYTES = PUBLISH_FIXED
+MOST_TARGETS = 4000       # of one publish record: an overlay row has 16 bits for what is not payload
 
 cpdef enum:
     PUBLISH = 1
@@ -203,6 +204,8 @@ cdef class RecordBuffer:
                       bytes producer=None):
         """One publish record for all `targets`: (sid, seq_id, overlay)."""
         cdef Py_ssize_t n = len(targets), at, i
+        if n > MOST_TARGETS:
+            raise ValueError(f"{n} targets in one record; there can be {MOST_TARGETS}")
         cdef bytearray packed = bytearray(n * TARGET)
         cdef uint64_t *pairs = <uint64_t *><unsigned char *>packed
         for i in range(n):

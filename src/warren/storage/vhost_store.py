@@ -23,7 +23,7 @@ from warren.errors import (
     StoreFailedError,
 )
 from warren.kernel.entry import IN_STORE, PERSISTENT, Entry
-from warren.kernel.journal_codec import CHECKOUT, DEDUP, LEASE
+from warren.kernel.journal_codec import CHECKOUT, DEDUP, LEASE, MOST_TARGETS
 from warren.kernel.overlay import HIDDEN, LIVE
 from warren.storage import compaction
 from warren.storage.backing_queue import Checkout
@@ -220,19 +220,21 @@ class VhostStore(VhostOpening):
     def _append_fanout(
         self, queues: list[StoredQueue], entries: list[Entry], producer: str | None, publishing_id: int
     ) -> None:
-        """One record; two in a group where some queues refer to the message store and others must not."""
+        """One record; more in a group where some queues refer to the message store and others must not, or where they are
+        too many."""
         records: dict[int, list[tuple[StoredQueue, Entry]]] = {}
         for queue, entry in zip(queues, entries, strict=True):
             if entry.flags & PERSISTENT:
                 records.setdefault(entry.flags & IN_STORE, []).append((queue, entry))
         buffer = self.journal.buffer
         name = producer.encode() if producer is not None else None
-        if len(records) > 1:
+        parts = [pairs[i : i + MOST_TARGETS] for pairs in records.values() for i in range(0, len(pairs), MOST_TARGETS)]
+        if len(parts) > 1:
             buffer.begin_group()
-        for pairs in records.values():
+        for pairs in parts:
             targets = [journal_target(queue, entry) for queue, entry in pairs]
             buffer.append_fanout(pairs[0][1], targets, LIVE, publishing_id, name)
-        if len(records) > 1:
+        if len(parts) > 1:
             buffer.end_group()
 
     def last_publishing_id(self, queue: StoredQueue, producer: str) -> int | None:
