@@ -348,6 +348,7 @@ class Driver:
         for name, _ in publishes:
             store.reserve(store.get(name), 2)
         self.sync()
+        store.committer.check_publish()  # the commit may have found the disk full: then nothing of this happens
         witness.groups += 1
         group = witness.groups
         new: list[Sent] = []

@@ -6,7 +6,7 @@ It waits for a line on stdin, opens the store, works, and writes one line for ea
 
     P queue seq label      about to publish: may be there
     C queue seq            confirmed: must be there
-    a queue seq            about to be acked: may be gone
+    a queue seq label      about to be acked: may be gone
     A queue seq            the ack is synced: must be gone
     T label ...            about to commit a transaction of these labels: all or none
     O                      the store is open
@@ -138,7 +138,7 @@ class Worker:
             with self.store.lock:
                 queue.backing.requeue(seqs)
             return
-        say(*(f"a {queue.name} {seq}" for seq in seqs))
+        say(*(f"a {queue.name} {entry.seq} {label_in(entry.body)}" for entry in entries))
         with self.store.lock:
             queue.backing.ack(seqs)
         if chance.random() < 0.7:
