@@ -37,6 +37,7 @@ from tests.fault_workload import SCRIPT, SETTINGS, Driver, Witness, check, in_pa
 from tests.faulty_disk import Call, FaultyDisk, Mode
 from warren.errors import DiskFullError, StoreFailedError
 from warren.storage.disk import Disk
+from warren.storage.store_format import HEADER_BYTES, data_header
 
 ONLY_AT = int(os.environ.get("WARREN_FAULT_AT", "0"))
 ALL = 1 << 30
@@ -560,7 +561,9 @@ def test_every_call_site_was_failed_at_least_once(failures, scale, seed, record_
 # Calls of the disk in `storage/` that the run does not come to, and the test that fails them.
 _MEMORY = "test_a_start_in_memory_durability_fails_clearly_or_not_at_all"
 _QUARANTINE = "test_a_quarantine_that_cannot_be_written_keeps_nobody_from_the_other_messages"
+_COPIES = "test_a_start_after_a_killed_compaction_fails_clearly_or_not_at_all"
 ELSEWHERE = {
+    "message_store.py: disk.sync_dir(path)": _COPIES,
     "vhost_opening.py: self.disk.listdir(os.path.join(self.root, 'journal'))": _MEMORY,
     "vhost_opening.py: self.disk.remove_tree(os.path.join(self.root, part))": _MEMORY,
     "vhost_opening.py: self.disk.replace(marker, b'')": _MEMORY,
@@ -629,6 +632,39 @@ def test_a_start_in_memory_durability_fails_clearly_or_not_at_all(arena):
                     durability = "fsync" if durability == "memory" else durability
 
     assert reached(fail_each_call(arena, work), _MEMORY)
+
+
+@pytest.mark.parametrize("hinted", [True, False], ids=["synced", "unsynced"])
+def test_a_start_after_a_killed_compaction_fails_clearly_or_not_at_all(arena, hinted):
+    """It was killed when its copy was written, perhaps also synced, and the original was still there."""
+
+    def work(disk: FaultyDisk) -> None:
+        witness = Witness()
+        driver = the_run(disk, witness)
+        driver.patient = True
+        driver.start()
+        driver.declare("a")
+        driver.publish("a", [900] * 5)
+        driver.sync()
+        store = f"{driver.open.root}/msg_store_persistent"
+        driver.open.abandon()
+        with contextlib.suppress(OSError):  # a compaction that fails instead of being killed leaves less
+            original = disk.open_read(f"{store}/0.0.rdq").pread(1 << 20, 0)
+            copy = disk.create(f"{store}/0.1.rdq")
+            copy.pwrite(data_header(0, 1) + original[HEADER_BYTES:], 0)
+            if hinted:
+                copy.sync()
+                disk.create(f"{store}/0.1.rdh")
+        driver.start()
+        check(driver.open, witness)
+        clean_up(driver)
+        Campaign(arena, 0).verify(disk.crash(mode="none"), witness, "a killed compaction", follow=True, options={})
+
+    def patient_work(disk: FaultyDisk) -> None:
+        with contextlib.suppress(StoreFailedError):
+            work(disk)
+
+    assert reached(fail_each_call(arena, patient_work), _COPIES)
 
 
 def test_a_quarantine_that_cannot_be_written_keeps_nobody_from_the_other_messages(arena):

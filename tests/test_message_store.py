@@ -910,14 +910,31 @@ def test_of_two_copies_the_newest_generation_counts(path):
     store.close()
     records = pack_records(ids[1:3], [body(1), body(2)])
     (Path(path) / "0.1.rdq").write_bytes(data_header(0, 1) + records[:-1])  # torn: message 2 is not whole
+    (Path(path) / "0.1.rdh").write_bytes(b"written after the copy was synced")
     store = open_dirty(Disk(), path, dict.fromkeys(ids, 1))
     assert [(file.number, file.generation, file.valid) for file in store.data_files()] == [(0, 0, 3087), (0, 1, 1029)]
     assert [store.read(msg_id) for msg_id in ids] == [body(n) for n in range(4)]
     store.close()
     (Path(path) / "0.2.rdq").write_bytes(data_header(0, 2) + pack_records(ids, [body(n) for n in range(4)]))
+    (Path(path) / "0.2.rdh").write_bytes(b"written after the copy was synced")
     store = open_dirty(Disk(), path, dict.fromkeys(ids, 1))
-    assert names(path) == ["0.2.rdq"]
+    assert names(path) == ["0.2.rdh", "0.2.rdq"]
     assert [store.read(msg_id) for msg_id in ids] == [body(n) for n in range(4)]
+    store.close()
+
+
+def test_a_copy_that_was_never_synced_counts_only_where_the_original_is_gone(path):
+    store = MessageStore(Disk(), path, index=TableIndex(), sync=True, **UNCACHED)
+    ids = fill(store, 3)
+    store.close()
+    (Path(path) / "0.1.rdq").write_bytes(data_header(0, 1) + pack_records(ids, [body(n) for n in range(3)]))
+    store = open_dirty(Disk(), path, dict.fromkeys(ids, 1))
+    assert names(path) == ["0.0.rdq"]
+    store.close()
+    (Path(path) / "0.0.rdq").rename(Path(path) / "aside")
+    (Path(path) / "0.1.rdq").write_bytes(data_header(0, 1) + pack_records(ids, [body(n) for n in range(3)]))
+    store = open_dirty(Disk(), path, dict.fromkeys(ids, 1))
+    assert [store.read(msg_id) for msg_id in ids] == [body(n) for n in range(3)]
     store.close()
 
 

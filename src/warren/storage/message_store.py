@@ -48,6 +48,7 @@ from warren.storage.store_format import (
     DATA_SUFFIX,
     FILE_SIZE_LIMIT_BYTES,
     HEADER_BYTES,
+    HINT_SUFFIX,
     MAX_FILE_SIZE_LIMIT_BYTES,
     MAX_RECORD_BYTES,
     PART_SUFFIX,
@@ -654,6 +655,7 @@ class MessageStore:
         counts = refs if isinstance(refs, RefCounts) else RefCounts(refs)
         names = [(name, parsed) for name in disk.listdir(path) if (parsed := parse_name(name)) is not None]
         data = {(parsed.generation, parsed.number) for _, parsed in names if parsed.suffix == DATA_SUFFIX}
+        hinted = {(parsed.generation, parsed.number) for _, parsed in names if parsed.suffix == HINT_SUFFIX}
         for name, parsed in names:
             store._next_number = max(store._next_number, parsed.number + 1)
             store._next_generation = max(store._next_generation, parsed.generation + 1)
@@ -661,8 +663,10 @@ class MessageStore:
                 disk.unlink(os.path.join(path, name))
         torn: list[tuple[str, int, int, str]] = []
         empty: list[DataFile] = []
-        # The newest generation first: of two copies that a crashed compaction left, its one counts.
-        for done, (generation, number) in enumerate(sorted(data, reverse=True)):
+        # The newest generation first: of two copies that a crashed compaction left, its one counts, if it was synced.
+        # A hint tells that, it is written after the sync. To sync now proves nothing where an earlier sync failed.
+        ranked = sorted(((not key[0] or key in hinted, key) for key in data), reverse=True)
+        for done, (_, (generation, number)) in enumerate(ranked):
             file = store._data_file(number, generation)
             rows = file.recover_rows(quarantine, torn)
             file.valid = index.recover(rows, file.key, counts)
@@ -682,10 +686,8 @@ class MessageStore:
         if store.missing:
             for region in torn:
                 quarantine(*region)
-        if empty:  # of a killed compaction, perhaps: its copy must be safe before they go
-            for file in [file for file in store.data_files() if file.generation]:
-                file.sync()
-            disk.sync_dir(path)
+        if empty:
+            disk.sync_dir(path)  # of a killed compaction, perhaps: the name of its copy must be safe before they go
         for file in empty:
             file.unlink()
         return store
