@@ -13,6 +13,10 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from warren.kernel.ranges cimport RangeSet
 
+from operator import attrgetter
+
+_by_seq = attrgetter("seq")
+
 
 @cython.no_gc
 @cython.freelist(8192)
@@ -138,6 +142,64 @@ def summarize(list entries not None):
         if entry.size > largest:
             largest = entry.size
     return total, persistent, largest
+
+
+def without(entries, uint8_t mask):
+    """Those that have none of the flags of `mask`."""
+    cdef list found = []
+    for entry in entries:
+        if not (<Entry>entry).flags & mask:
+            found.append(entry)
+    return found
+
+
+def bodiless(entries, uint8_t mask, uint8_t flags):
+    """Those whose body is not in RAM and whose flags, of those in `mask`, are `flags`."""
+    cdef list found = []
+    cdef Entry e
+    for entry in entries:
+        e = <Entry>entry
+        if e.body is None and e.flags & mask == flags:
+            found.append(entry)
+    return found
+
+
+def sort_by_seq(list entries not None):
+    """Sort in place. Costs one look at each where they are in order, as they nearly always are."""
+    cdef uint64_t last = 0
+    for entry in entries:
+        if (<Entry>entry).seq < last:
+            entries.sort(key=_by_seq)
+            return
+        last = (<Entry>entry).seq
+
+
+def body_spans(list entries not None, uint32_t segment_size, uint32_t prefix, uint64_t most, uint64_t gap):
+    """Entries in order that have offsets, cut into pieces that one read serves: (segment, low, high, from, to) each. A
+    piece has at most `most` bytes, unless a single entry has more, and no hole of more than `gap`."""
+    cdef list spans = []
+    cdef Py_ssize_t i = 0, j, n = len(entries)
+    cdef uint64_t number, low, high, end
+    cdef Entry e
+    while i < n:
+        e = <Entry>entries[i]
+        number = e.seq // segment_size
+        low = e.offset
+        high = low + prefix + e.size
+        j = i + 1
+        while j < n:
+            e = <Entry>entries[j]
+            if e.seq // segment_size != number or e.offset < low:
+                break
+            end = e.offset + prefix + e.size
+            if end - low > most or (e.offset > high and e.offset - high > gap):
+                break
+            if end > high:
+                high = end
+            j += 1
+        spans.append((number, low, high, i, j))
+        i = j
+    return spans
 
 
 def total_size(entries):

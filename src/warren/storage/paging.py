@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import math
 from itertools import islice, takewhile
-from operator import attrgetter
 from typing import TypeVar
 
 from warren.kernel.entry import (
@@ -18,17 +17,19 @@ from warren.kernel.entry import (
     PERSISTENT,
     SLOTTED,
     Entry,
+    bodiless,
     drop_bodies,
     entry_ranges,
     ram_total,
+    sort_by_seq,
     total_size,
+    without,
 )
 from warren.storage.message_store import MessageDamaged, MessageMissing
 from warren.storage.payload import join_payload, split_payload
 from warren.storage.queue_state import QueueState
 
 T = TypeVar("T")
-_by_seq = attrgetter("seq")
 _READ_AHEAD = 256  # bodies read at once for single fetches
 _READ_AHEAD_BYTES = 1024 * 1024
 
@@ -106,19 +107,18 @@ class Paging(QueueState):
     def _read_bodies(self, entries: list[Entry]) -> list[int]:
         """Read what is missing from wherever it is; the seq_ids that are damaged."""
         lost = self.index.fill(entries)
-        for entry in entries:
-            if entry.body is None and entry.flags & IN_STORE:
-                durable = entry.flags & PERSISTENT
-                store = self._context.persistent_store if durable else self._context.transient_store
-                try:
-                    entry.head, entry.body = split_payload(store.read(entry.msg_id))
-                except MessageDamaged as damage:
-                    self._context.report(damage.path, damage.offset, damage.length, entry.seq, damage.why)
-                except MessageMissing as missing:
-                    self._context.report(store.path, 0, 0, entry.seq, str(missing))
-                if entry.body is None:
-                    self.index.lose(entry.seq)
-                    lost.append(entry.seq)
+        for entry in bodiless(entries, IN_STORE, IN_STORE):
+            durable = entry.flags & PERSISTENT
+            store = self._context.persistent_store if durable else self._context.transient_store
+            try:
+                entry.head, entry.body = split_payload(store.read(entry.msg_id))
+            except MessageDamaged as damage:
+                self._context.report(damage.path, damage.offset, damage.length, entry.seq, damage.why)
+            except MessageMissing as missing:
+                self._context.report(store.path, 0, 0, entry.seq, str(missing))
+            if entry.body is None:
+                self.index.lose(entry.seq)
+                lost.append(entry.seq)
         self._disk_reads += len(entries)
         return lost
 
@@ -132,12 +132,14 @@ class Paging(QueueState):
         """Pending acks of which only the seq_id stays in RAM. Transient ones are paged out first."""
         if not entries:
             return
-        transient = [entry for entry in entries if not entry.flags & PERSISTENT]
+        transient = without(entries, PERSISTENT)
         if transient:  # this may fail; nothing has changed then
             self._page_out(transient)
             self._page_out_slots(transient)
-            self._disk_transient.add_pairs(entry_ranges(sorted(transient, key=_by_seq)))
-        ordered = sorted(entries, key=_by_seq)
+            sort_by_seq(transient)
+            self._disk_transient.add_pairs(entry_ranges(transient))
+        ordered = list(entries)
+        sort_by_seq(ordered)
         self._disk_pending.add_pairs(entry_ranges(ordered))
         self._disk_pending_bytes += total_size(entries)
 
@@ -228,7 +230,7 @@ class Paging(QueueState):
 
     def _page_out(self, entries: list[Entry]) -> None:
         """Make sure that the bodies of transient entries are on disk."""
-        unwritten = [entry for entry in entries if not entry.flags & (PERSISTENT | IN_QS | IN_STORE)]
+        unwritten = without(entries, PERSISTENT | IN_QS | IN_STORE)
         if not unwritten:
             return
         if self._context.is_full():
@@ -247,7 +249,7 @@ class Paging(QueueState):
         self._disk_writes += len(unwritten)
 
     def _page_out_slots(self, entries: list[Entry]) -> None:
-        unslotted = [entry for entry in entries if not entry.flags & (PERSISTENT | SLOTTED)]
+        unslotted = without(entries, PERSISTENT | SLOTTED)
         if unslotted:
             self.index.page_out_slots(unslotted)
 
@@ -311,7 +313,7 @@ class Paging(QueueState):
         else:
             self.delta_start, self.delta_end = first, stop
         self.delta_count += len(entries)
-        self.delta_transient += sum(1 for entry in entries if not entry.flags & PERSISTENT)
+        self.delta_transient += len(without(entries, PERSISTENT))
 
     def timeout(self) -> None:
         self._rates.update(self._context.clock(), force=True)

@@ -26,9 +26,11 @@ from warren.kernel.entry import (
     ram_total,
     record_pending,
     seq_ranges,
+    sort_by_seq,
     summarize,
     take_pending,
     total_size,
+    without,
 )
 from warren.kernel.journal_codec import ACK
 from warren.kernel.ranges import RangeSet
@@ -89,8 +91,7 @@ class PendingAcks(Paging):
             size = total_size(found)
             self._unacked_bytes -= size
             self._add_ram(-size)
-            if len(found) > 1:
-                found.sort(key=_by_seq)
+            sort_by_seq(found)
             self._forget(found)
         self._rates.acked += len(found)
         if missing:
@@ -129,7 +130,7 @@ class PendingAcks(Paging):
             stored = [e.msg_id for e in persistent if e.flags & IN_STORE] if self._stored else []
             self._journal_ack(ACK, entry_ranges(persistent), stored)
         if count < len(entries):
-            self._forget_transient([entry for entry in entries if not entry.flags & PERSISTENT])
+            self._forget_transient(without(entries, PERSISTENT))
         if self.counts or self.returned:
             self._forget_marks(entries)
 
@@ -211,7 +212,8 @@ class PendingAcks(Paging):
         if not known:
             return []
         self._mark_returned(sorted(known), count_delivery)
-        entries = sorted(found + self._load_pending(disk), key=_by_seq)
+        entries = found + self._load_pending(disk)
+        sort_by_seq(entries)
         self._return(entries)
         return [seq for seq in seqs if seq in known]
 

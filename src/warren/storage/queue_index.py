@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 
-from warren.kernel.entry import IN_QS, IN_STORE, SLOTTED, Entry, set_level
+from warren.kernel.entry import IN_QS, IN_STORE, SLOTTED, Entry, bodiless, body_spans, set_level, sort_by_seq
 from warren.kernel.journal_codec import read_publishes
 from warren.kernel.overlay import Overlay, row_pairs, split_rows
 from warren.kernel.segment_codec import (
@@ -35,6 +35,7 @@ from warren.storage.layout import BODIES_MAGIC, HEADER_BYTES, INDEX_MAGIC, journ
 from warren.storage.segment import Report, Segment, SegmentFiles
 
 _MOST_SPAN_BYTES = 4 * 1024 * 1024  # one read of the journal or of a .qs
+_MOST_GAP_BYTES = 65536  # is read over rather than seeked over
 _by_seq = attrgetter("seq")
 
 
@@ -208,7 +209,9 @@ class QueueIndex:
         entries = self._from_journal(self.overlay.rows_between(first, stop, limit), lost)
         slotted = self._from_segments(first, stop, limit, lost)
         if entries and slotted:
-            entries = sorted(entries + slotted, key=_by_seq)[:limit]
+            entries += slotted
+            sort_by_seq(entries)
+            del entries[limit:]
         elif slotted:
             entries = slotted
         if level := level_of(self.sid):
@@ -228,26 +231,14 @@ class QueueIndex:
     def fill(self, entries: list[Entry]) -> list[int]:
         """Give bodies to entries that have none and are not IN_STORE; the seq_ids of those that are damaged."""
         lost: list[int] = []
-        wanted = [entry for entry in entries if entry.body is None and not entry.flags & IN_STORE]
-        unplaced = [entry for entry in wanted if not entry.flags & IN_QS]
+        unplaced = bodiless(entries, IN_STORE | IN_QS, 0)
         if unplaced:
             self._place(unplaced, lost)
-            wanted = [entry for entry in wanted if entry.body is None and entry.flags & IN_QS]
-        wanted.sort(key=_by_seq)
-        i = 0
-        while i < len(wanted):
-            number = wanted[i].seq // self.segment_size
-            low = wanted[i].offset
-            high = low + BODY_PREFIX_BYTES + wanted[i].size
-            j = i + 1
-            while j < len(wanted) and wanted[j].seq // self.segment_size == number and wanted[j].offset >= low:
-                end = wanted[j].offset + BODY_PREFIX_BYTES + wanted[j].size
-                if end - low > _MOST_SPAN_BYTES or wanted[j].offset - high > 65536:
-                    break
-                high = max(high, end)
-                j += 1
+        wanted = bodiless(entries, IN_STORE | IN_QS, IN_QS)
+        sort_by_seq(wanted)
+        spans = body_spans(wanted, self.segment_size, BODY_PREFIX_BYTES, _MOST_SPAN_BYTES, _MOST_GAP_BYTES)
+        for number, low, high, i, j in spans:
             self._fill_span(number, low, high, wanted[i:j], lost)
-            i = j
         return lost
 
     def _fill_span(self, number: int, low: int, high: int, entries: list[Entry], lost: list[int]) -> None:

@@ -41,6 +41,7 @@ from warren.kernel.entry import (
     seq_ranges,
     summarize,
     total_size,
+    without,
 )
 from warren.kernel.journal_codec import PURGE
 from warren.kernel.overlay import LIVE
@@ -100,7 +101,7 @@ class VariableQueue(PendingAcks):
         in_delta = self._bytes - total_size(held)
         held += self._ram_pending.values()
         is_exact = not self.delta_transient and not self._disk_pending
-        self._forget_transient([entry for entry in held if not entry.flags & PERSISTENT])
+        self._forget_transient(without(held, PERSISTENT))
         self._forget_transient_on_disk()
         return int(persistent_total(held)[1]) + in_delta if is_exact else self.index.live_bytes()
 
@@ -115,7 +116,7 @@ class VariableQueue(PendingAcks):
     def delete_and_terminate(self) -> None:
         """Also drops references to stored bodies, at once: the caller has committed the delete to the metadata."""
         held = (*self.q1, *self.q2, *self.q3, *self.q4, *self._ram_pending.values())
-        self._forget_transient([entry for entry in held if not entry.flags & PERSISTENT])
+        self._forget_transient(without(held, PERSISTENT))
         self._forget_transient_on_disk()
         self._context.persistent_store.remove_many(self._stored_ids([0, self.seqs.next]))
         self._context.monitor.forget(id(self), self._ram_bytes)
@@ -158,7 +159,7 @@ class VariableQueue(PendingAcks):
                 self._unconfirmed += len(persistent)
                 self._journal.after(lambda: self._confirm(pairs))
             if len(persistent) < len(entries):
-                self._confirmed += entry_ranges(e for e in entries if not e.flags & PERSISTENT)
+                self._confirmed += entry_ranges(without(entries, PERSISTENT))
 
     def _store_large(self, entries: list[Entry]) -> None:
         """Large payloads go to the message store, unless a fan-out put them there."""
@@ -337,7 +338,7 @@ class VariableQueue(PendingAcks):
         purged = self._len
         if not purged:
             return 0
-        transient = [e for q in (self.q1, self.q2, self.q3, self.q4) for e in q if not e.flags & PERSISTENT]
+        transient = [e for q in (self.q1, self.q2, self.q3, self.q4) for e in without(q, PERSISTENT)]
         kept = RangeSet(self._disk_pending.pairs())
         kept.add_pairs(seq_ranges(sorted(self._ram_pending)))
         kept.add_pairs(self._hidden.pairs())
