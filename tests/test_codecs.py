@@ -19,7 +19,6 @@ from warren.kernel.journal_codec import (
     RECORD_PREFIX_BYTES,
     STAGE,
     RecordBuffer,
-    check_record,
     read_publishes,
     replay,
 )
@@ -334,7 +333,6 @@ def test_a_published_entry_is_read_back_from_its_place(messages: list[tuple[byte
     assert [content(entry) for entry in read] == [content(entry) for entry in entries[skipped:]]
     assert not damaged
     for seq, _, offset, size, _ in unpack_rows(rows):
-        assert check_record(buffer.peek(offset, size))
         broken = bytearray(data)
         broken[offset - FIRST_OFFSET + size - 1] ^= 1
         read_publishes(overlay.rows_between(seq, seq + 1, 1), bytes(broken), FIRST_OFFSET, [], damaged)
@@ -359,9 +357,15 @@ def test_a_carried_record_is_the_message_for_one_queue(stored: bool, producer: b
     buffer.append_fanout(entry, [(KNOWN, 5, overlay), (OTHER, 8, other)], LIVE, 77, producer)
     (row,) = unpack_rows(overlay.rows_upto(FILE))
     record = buffer.peek(row[2], row[3])
+    rows = overlay.rows_upto(FILE)
     buffer.finish(1)
     buffer.reset(FILE, FIRST_OFFSET)
-    buffer.append_carry(KNOWN, 5, record, overlay)
+    damaged: list[tuple[int, int, int]] = []
+    assert buffer.carry(KNOWN, rows, b"..." + record[:-1], row[2] - 3, overlay, damaged) == []
+    assert buffer.carry(KNOWN, rows, b"..." + record[:-1] + b"!", row[2] - 3, overlay, damaged) == []
+    assert damaged == [(5, row[2], row[3])] * 2
+    assert buffer.carry(KNOWN, rows, b"..." + record, row[2] - 3, overlay, damaged) == [5]
+    assert buffer.carry(KNOWN, rows, b"..." + record, row[2] - 3, overlay, damaged) == [], "it is somewhere else now"
     buffer.finish(2)
     assert overlay.rows_upto(FILE - 1) == b"", "the row points to the new place"
     replayed = run_replay(bytes(FIRST_OFFSET) + bytes(memoryview(buffer)))
@@ -382,7 +386,7 @@ def test_an_acked_message_stays_dead_when_a_carried_copy_of_it_follows() -> None
     (row,) = unpack_rows(overlay.rows_upto(FILE))
     record = buffer.peek(row[2], row[3])
     buffer.append_ranges(ACK, KNOWN, [1, 1])
-    buffer.append_carry(KNOWN, 1, record, overlay)
+    assert buffer.carry(KNOWN, overlay.rows_upto(FILE), record, row[2], overlay, []) == [1]
     buffer.finish(1)
     assert len(run_replay(bytes(FIRST_OFFSET) + bytes(memoryview(buffer))).overlays[KNOWN]) == 0
 

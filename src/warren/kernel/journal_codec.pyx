@@ -16,7 +16,7 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memcmp, memcpy
 
 from warren.kernel.entry cimport Entry, IN_STORE, PERSISTENT
-from warren.kernel.overlay cimport Overlay, Row
+from warren.kernel.overlay cimport LIVE, Overlay, Row
 from warren.kernel.ranges cimport RangeSet
 
 cdef extern from "crc32c.h" nogil:
@@ -282,10 +282,35 @@ cdef class RecordBuffer:
         self.size = at + PREFIX + 1 + n
         self.seal(at)
 
-    def append_carry(self, uint64_t sid, uint64_t seq, bytes record not None, Overlay overlay not None):
-        """Repeat a publish record for this one target in the newest file. Requires: `record` is a checked record."""
-        cdef Py_ssize_t at = self.size, rest
-        cdef unsigned char *source = <unsigned char *>PyBytes_AS_STRING(record)
+    def carry(self, uint64_t sid, bytes rows not None, bytes data not None, uint64_t base, Overlay overlay not None,
+              list damaged not None):
+        """Repeat the publish records of packed overlay rows, each for this one target, in the newest file; the seq_ids.
+        The records lie in `data`, which begins at offset `base` of their file. Rows that are not LIVE any more are left
+        out; a record that does not check out goes to `damaged` as (seq, offset, size)."""
+        cdef Row *row = <Row *>PyBytes_AS_STRING(rows)
+        cdef Row *now
+        cdef Py_ssize_t i, n = PyBytes_GET_SIZE(rows) // <Py_ssize_t>sizeof(Row), have = PyBytes_GET_SIZE(data), at
+        cdef unsigned char *record
+        cdef uint32_t length
+        cdef list carried = []
+        for i in range(n):
+            at = overlay.find(row[i].seq)
+            now = &overlay.rows[at]
+            if at == overlay.n or now.seq != row[i].seq or now.state != LIVE or now.file != row[i].file:
+                continue
+            if row[i].offset >= base and row[i].offset - base + row[i].size <= <uint64_t>have:
+                record = <unsigned char *>PyBytes_AS_STRING(data) + (row[i].offset - base)
+                memcpy(&length, record, 4)
+                if row[i].size >= PREFIX + 2 and length + PREFIX == row[i].size and _sound_member(record, row[i].size):
+                    self.append_carry(sid, row[i].seq, record, overlay)
+                    carried.append(row[i].seq)
+                    continue
+            damaged.append((row[i].seq, row[i].offset, row[i].size))
+        return carried
+
+    cdef int append_carry(self, uint64_t sid, uint64_t seq, unsigned char *source, Overlay overlay) except -1:
+        """Repeat a checked publish record for this one target in the newest file."""
+        cdef Py_ssize_t at = self.size
         cdef unsigned char *payload
         cdef uint32_t payload_size
         cdef uint16_t one = 1
@@ -362,16 +387,6 @@ cdef bint _block(const unsigned char *p, Py_ssize_t left) noexcept nogil:
         return False
     memcpy(&crc, p + 28, 4)
     return warren_crc(0, p, 28) == crc
-
-
-def check_record(bytes record not None):
-    """Is `record` one whole record with a true CRC?"""
-    cdef uint32_t length
-    if PyBytes_GET_SIZE(record) < PREFIX + 2:
-        return False
-    memcpy(&length, PyBytes_AS_STRING(record), 4)
-    return length + PREFIX == PyBytes_GET_SIZE(record) and _sound_member(
-        <unsigned char *>PyBytes_AS_STRING(record), PyBytes_GET_SIZE(record))
 
 
 def read_publishes(bytes rows not None, bytes data not None, uint64_t base, list entries not None, list damaged not None):

@@ -23,8 +23,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from warren.kernel.journal_codec import check_record
-from warren.kernel.overlay import ROW_BYTES, row_pairs, split_rows, unpack_rows
+from warren.kernel.overlay import ROW_BYTES, row_pairs, split_rows
 from warren.kernel.ranges import RangeSet
 from warren.kernel.segment_codec import SLOT_BYTES, convert_rows, measure_rows
 from warren.storage.disk import Disk, DiskFile
@@ -37,6 +36,8 @@ from warren.storage.seq_ids import SeqIds
 from warren.storage.settings import EngineSettings
 
 _SPAN_BYTES = 2 * 1024 * 1024
+_MANY_QUEUES = 8  # whose records lie between each other's: then the file is read once, as a whole
+_UNLIMITED = 1 << 62
 
 
 class Owner(Protocol):
@@ -98,6 +99,32 @@ _Batch = tuple[Segment, list[int], dict[int, int]]  # acks as slot, count, ...; 
 _Slots = list[tuple[QueueIndex, Segment, list[tuple[int, bytes]]]]  # runs that wait for their bodies to be synced
 
 
+class CheckpointPace:
+    """How far checkpoints stay behind the journal, and how little is carried.
+
+    What many small queues leave in a file is carried on and on, as long as nobody consumes it. The more of a file is
+    carried, the more files wait before they are looked at: there is more time to consume what they hold, and each
+    message is carried once in so many files. When that is not enough, queues get segments for less.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self.lag = 0  # sealed files that are not looked at yet
+        self.carry_below = settings.carry_below
+
+    def note(self, carried_bytes: int) -> None:
+        """A run carried so much from its file."""
+        settings = self._settings
+        if carried_bytes * 2 > settings.journal_file_bytes:
+            if self.lag < settings.journal_files_behind:
+                self.lag += 1
+            else:
+                self.carry_below //= 2
+        elif carried_bytes * 8 < settings.journal_file_bytes:
+            self.lag = max(0, self.lag - 1)
+            self.carry_below = min(settings.carry_below, max(1, self.carry_below) * 2)
+
+
 class Checkpoint:
     """One run over the oldest sealed file: so its memory is bounded by a file. `run` returns whether there was one."""
 
@@ -105,7 +132,9 @@ class Checkpoint:
         self._owner = owner
         self._journal = journal
         self._settings = settings
-        self._sealed: dict[int, DiskFile] = {}  # journal files being read
+        self.carried_bytes = 0
+        self._sealed: DiskFile | None = None  # the journal file, being read
+        self._whole: bytes | None = None  # all of it
         self._bodies = _Touched(disk, root, settings.sync_all_above)
         self._slots = _Touched(disk, root, settings.sync_all_above)
         self._moved: list[tuple[QueueIndex, bytes]] = []
@@ -113,14 +142,13 @@ class Checkpoint:
         self._dropped: list[tuple[QueueIndex, int]] = []  # segments whose .qi was unlinked
         self._renamed: list[QueueIndex] = []  # whose directory is synced with the slots
 
-    def run(self, carry_below: int | None = None) -> bool:
+    def run(self, carry_below: int) -> bool:
         with self._owner.lock:
             upto = self._journal.floor
             if self._journal.sealed < upto:
                 return False
-        limit = self._settings.carry_below if carry_below is None else carry_below
         try:
-            self._move(self._carry(upto, limit), upto)
+            self._move(self._carry(upto, carry_below), upto)
             self._write_acks_and_unlink()
             self._slots.sync()
             for index, rows in self._moved:
@@ -130,8 +158,8 @@ class Checkpoint:
             self._give_back()
             raise
         finally:
-            for file in self._sealed.values():
-                file.close()
+            if self._sealed is not None:
+                self._sealed.close()
             self._bodies.close()
             self._slots.close()
         self._unlink_dropped()
@@ -145,16 +173,26 @@ class Checkpoint:
 
     def _carry(self, upto: int, limit: int) -> list[QueueIndex]:
         """Repeat what is small in the newest file; the queues that have to be moved to segments."""
-        movers = []
+        movers, small = [], []
         with self._owner.lock:
             indexes = self._owner.indexes()
         for index in indexes:
             with self._owner.lock:
                 size = index.overlay.bytes_upto(upto)
-                if size >= max(limit, 1):
-                    movers.append(index)
-                elif size:
-                    self._carry_queue(index, upto)
+            if size >= max(limit, 1):
+                movers.append(index)
+            elif size:
+                small.append(index)
+                self.carried_bytes += size
+        self._sealed = self._journal.open_sealed(upto)
+        if len(movers) + len(small) > _MANY_QUEUES:
+            self._whole = read_around(self._sealed, self._sealed.size, 0)
+        for index in small:
+            with self._owner.lock:
+                self._carry_queue(index, upto)
+                much = len(self._journal.buffer) > self._settings.commit_bytes
+            if much:
+                self._owner.commit()
         with self._owner.lock:
             for seqs in self._owner.seq_ids():
                 if 0 <= seqs.file <= upto:
@@ -164,18 +202,14 @@ class Checkpoint:
         return movers
 
     def _carry_queue(self, index: QueueIndex, upto: int) -> None:
+        """What is acked is left out: its ack is in the buffer or on its way, and the commit that follows makes it safe."""
         buffer = self._journal.buffer
-        carried = []
-        for seq, number, offset, size, _ in unpack_rows(index.overlay.rows_upto(upto)):
-            if not index.overlay.rows_between(seq, seq + 1, 1):
-                continue  # acked; the ack is in the buffer or on its way, and the commit that follows makes it safe
-            record = self._journal.read(number, offset, offset + size)
-            if check_record(record):
-                buffer.append_carry(index.sid, seq, record, index.overlay)
-                carried.append(seq)
-            else:
-                path = journal_path(self._journal.directory, number)
-                self._owner.report(path, offset, size, seq, "publish record")
+        carried: list[int] = []
+        damaged: list[tuple[int, int, int]] = []
+        for _, start, stop, rows in self._parts(index.overlay.rows_upto(upto), _UNLIMITED):
+            data, base = self._read(start, stop)
+            carried += buffer.carry(index.sid, rows, data, base, index.overlay, damaged)
+        self._report(damaged)
         counts = [(seq, index.counts_unsaved[seq]) for seq in carried if seq in index.counts_unsaved]
         if counts:
             buffer.append_requeue(index.sid, counts)
@@ -191,22 +225,36 @@ class Checkpoint:
             if not rows:
                 continue
             self._moved.append((index, rows))
-            for number, file, start, stop, part in split_rows(rows, index.segment_size, _SPAN_BYTES):
-                slots.append(self._write_bodies(index, number, file, start, stop, part))
+            for number, start, stop, part in self._parts(rows, index.segment_size):
+                slots.append(self._write_bodies(index, number, start, stop, part))
                 waiting += len(part) // ROW_BYTES
                 if waiting >= self._settings.checkpoint_batch_rows:
                     self._write_slots(slots)
                     waiting = 0
         self._write_slots(slots)
 
+    def _parts(self, rows: bytes, segment_size: int) -> list[tuple[int, int, int, bytes]]:
+        """(segment, start, stop, rows) of pieces that are read at once."""
+        most = _SPAN_BYTES if self._whole is None else _UNLIMITED
+        return [(number, start, stop, part) for number, _, start, stop, part in split_rows(rows, segment_size, most)]
+
+    def _read(self, start: int, stop: int) -> tuple[bytes, int]:
+        """Bytes of the file that hold [start, stop), and the offset at which they begin."""
+        if self._whole is not None:
+            return self._whole, 0
+        assert self._sealed is not None
+        return read_around(self._sealed, stop - start, start), start
+
+    def _report(self, damaged: list[tuple[int, int, int]]) -> None:
+        path = journal_path(self._journal.directory, self._journal.floor)
+        for seq, offset, size in damaged:
+            self._owner.report(path, offset, size, seq, "publish record")
+
     def _write_bodies(
-        self, index: QueueIndex, number: int, file: int, start: int, stop: int, rows: bytes
+        self, index: QueueIndex, number: int, start: int, stop: int, rows: bytes
     ) -> tuple[QueueIndex, Segment, list[tuple[int, bytes]]]:
-        reader = self._sealed.get(file)
-        if reader is None:
-            reader = self._sealed[file] = self._journal.open_sealed(file)
-        data = read_around(reader, stop - start, start)
-        wanted = measure_rows(rows, data, start)
+        data, base = self._read(start, stop)
+        wanted = measure_rows(rows, data, base)
         with self._owner.lock:  # reserve the place: transient messages are paged out to the same file
             segment = index.segment(number)
             index.ensure_created(segment)
@@ -214,11 +262,10 @@ class Checkpoint:
             segment.qs_end += wanted
         target = self._open(self._bodies, index, segment, "qs", BODIES_MAGIC)
         damaged: list[tuple[int, int, int]] = []
-        bodies, runs = convert_rows(rows, data, start, index.sid, index.segment_size, offset, damaged)
+        bodies, runs = convert_rows(rows, data, base, index.sid, index.segment_size, offset, damaged)
         if bodies:
             target.pwrite(bodies, offset)
-        for seq, at, size in damaged:
-            self._owner.report(journal_path(self._journal.directory, file), at, size, seq, "publish record")
+        self._report(damaged)
         return index, segment, runs
 
     def _write_slots(self, slots: _Slots) -> None:

@@ -27,7 +27,7 @@ from warren.kernel.journal_codec import CHECKOUT, DEDUP, LEASE, MOST_TARGETS
 from warren.kernel.overlay import HIDDEN, LIVE
 from warren.storage import compaction
 from warren.storage.backing_queue import Checkout
-from warren.storage.checkpoint import Checkpoint
+from warren.storage.checkpoint import Checkpoint, CheckpointPace
 from warren.storage.committer import FULL
 from warren.storage.context import DEBUG
 from warren.storage.disk import Disk
@@ -84,6 +84,7 @@ class VhostStore(VhostOpening):
             progress=progress,
         )
         self._commit_bytes = self.settings.commit_bytes
+        self._pace = CheckpointPace(self.settings)
         if background:
             self._thread = threading.Thread(target=self._maintain, name=f"warren {vhost}", daemon=True)
             self._thread.start()
@@ -388,12 +389,15 @@ class VhostStore(VhostOpening):
                 self._roll()
             return self._checkpoint(carry_below)
 
-    def _checkpoint(self, carry_below: int | None, sparing: bool = True) -> bool:
+    def _checkpoint(self, carry_below: int | None, sparing: bool = True, upto: int | None = None) -> bool:
         """One run for each sealed file; on a full disk, unless not `sparing`, only for those that there is room for."""
         done = False
-        upto = self.journal.sealed
+        if upto is None:
+            upto = self.journal.sealed
         while self.journal.floor <= upto and (self._fits(self.journal.floor) or not sparing):
-            done = self._new_checkpoint().run(carry_below) or done
+            run = self._new_checkpoint()
+            done = run.run(self._pace.carry_below if carry_below is None else carry_below) or done
+            self._pace.note(run.carried_bytes)
         return done
 
     def _new_checkpoint(self) -> Checkpoint:
@@ -460,8 +464,11 @@ class VhostStore(VhostOpening):
         if self.journal.dirty and self.durability != "memory":
             self.committer.sync()
         full = self.committer.full
-        if self.journal.sealed >= self.journal.floor or full:
-            self.checkpoint(seal=full)
+        if full:
+            self.checkpoint(seal=True)
+        elif self.journal.sealed - self._pace.lag >= self.journal.floor:
+            with self._checkpoint_lock, self.disk_errors():
+                self._checkpoint(None, upto=self.journal.sealed - self._pace.lag)
         self.compact()
         with self.disk_errors():
             if full:
