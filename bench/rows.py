@@ -17,11 +17,10 @@ CHECKPOINTS = 10
 
 
 def _settled(store: warren.Store) -> None:
-    """Return when everything is safe and no sealed journal file waits for its checkpoint."""
+    """Return when everything is safe and no checkpoint is due."""
     store.sync()
-    engine = store.engine
-    while engine.journal.sealed >= engine.journal.floor:
-        engine.checkpoint()
+    while store.engine.checkpoint_due():
+        store.engine.tick()
 
 
 def _files_for(count: int) -> int:

@@ -21,6 +21,8 @@ A run that fails for want of disk may be repeated: what it took it gives back, a
 from __future__ import annotations
 
 import threading
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 from warren.kernel.overlay import ROW_BYTES, row_pairs, split_rows
@@ -95,46 +97,25 @@ class _Touched:
         self._files.clear()
 
 
+_Part = tuple[int, int, int, int, bytes]  # segment, file, start, stop, rows: what is read at once
+_segment_of = itemgetter(0)
 _Batch = tuple[Segment, list[int], dict[int, int]]  # acks as slot, count, ...; delivery counts by slot
 _Slots = list[tuple[QueueIndex, Segment, list[tuple[int, bytes]]]]  # runs that wait for their bodies to be synced
 
 
-class CheckpointPace:
-    """How far checkpoints stay behind the journal, and how little is carried.
-
-    What many small queues leave in a file is carried on and on, as long as nobody consumes it. The more of a file is
-    carried, the more files wait before they are looked at: there is more time to consume what they hold, and each
-    message is carried once in so many files. When that is not enough, queues get segments for less.
-    """
-
-    def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
-        self.lag = 0  # sealed files that are not looked at yet
-        self.carry_below = settings.carry_below
-
-    def note(self, carried_bytes: int) -> None:
-        """A run carried so much from its file."""
-        settings = self._settings
-        if carried_bytes * 2 > settings.journal_file_bytes:
-            if self.lag < settings.journal_files_behind:
-                self.lag += 1
-            else:
-                self.carry_below //= 2
-        elif carried_bytes * 8 < settings.journal_file_bytes:
-            self.lag = max(0, self.lag - 1)
-            self.carry_below = min(settings.carry_below, max(1, self.carry_below) * 2)
-
-
 class Checkpoint:
-    """One run over the oldest sealed file: so its memory is bounded by a file. `run` returns whether there was one."""
+    """One run over the oldest sealed files, up to and with `upto`. Its memory is bounded by their size."""
 
-    def __init__(self, owner: Owner, disk: Disk, root: str, journal: Journal, settings: EngineSettings) -> None:
+    def __init__(
+        self, owner: Owner, disk: Disk, root: str, journal: Journal, settings: EngineSettings, upto: int
+    ) -> None:
         self._owner = owner
         self._journal = journal
         self._settings = settings
-        self.carried_bytes = 0
-        self._sealed: DiskFile | None = None  # the journal file, being read
-        self._whole: bytes | None = None  # all of it
+        self._upto = upto
+        self._files: dict[int, DiskFile] = {}  # journal files being read
+        self._whole: dict[int, bytes] = {}  # all of them
+        self._many = False  # so many queues are in the files that each is read once, as a whole
         self._bodies = _Touched(disk, root, settings.sync_all_above)
         self._slots = _Touched(disk, root, settings.sync_all_above)
         self._moved: list[tuple[QueueIndex, bytes]] = []
@@ -142,130 +123,142 @@ class Checkpoint:
         self._dropped: list[tuple[QueueIndex, int]] = []  # segments whose .qi was unlinked
         self._renamed: list[QueueIndex] = []  # whose directory is synced with the slots
 
-    def run(self, carry_below: int) -> bool:
+    def measure(self) -> list[tuple[int, QueueIndex]]:
+        """How many bytes of the files each queue still needs, where that is not 0."""
         with self._owner.lock:
-            upto = self._journal.floor
-            if self._journal.sealed < upto:
-                return False
+            indexes = self._owner.indexes()
+        sizes = []
+        for index in indexes:
+            with self._owner.lock:
+                size = index.overlay.bytes_upto(self._upto)
+            if size:
+                sizes.append((size, index))
+        return sizes
+
+    def run(self, movers: list[QueueIndex], small: list[QueueIndex]) -> None:
+        """`movers` get segments for what they need, that of `small` is carried; both are of `measure`."""
         try:
-            self._move(self._carry(upto, carry_below), upto)
+            self._many = len(movers) + len(small) > _MANY_QUEUES
+            self._carry(small)
+            self._move(movers)
             self._write_acks_and_unlink()
             self._slots.sync()
             for index, rows in self._moved:
                 with self._owner.lock:
                     index.take_over(rows)
+            for index in self._renamed:
+                index.unsynced_parents.clear()
         except BaseException:
             self._give_back()
             raise
         finally:
-            if self._sealed is not None:
-                self._sealed.close()
-            self._bodies.close()
-            self._slots.close()
+            self.close()
         self._unlink_dropped()
         self._owner.commit_databases()
-        self._journal.move_floor(upto + 1)
+        self._journal.move_floor(self._upto + 1)
         with self._owner.lock:
             self._journal.unlink_below_floor()
-        return True
+
+    def close(self) -> None:
+        """Let go of files; done by `run`, too."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._whole.clear()
+        self._bodies.close()
+        self._slots.close()
 
     # -- 1: carry ----------------------------------------------------------------------------------------------------
 
-    def _carry(self, upto: int, limit: int) -> list[QueueIndex]:
-        """Repeat what is small in the newest file; the queues that have to be moved to segments."""
-        movers, small = [], []
-        with self._owner.lock:
-            indexes = self._owner.indexes()
-        for index in indexes:
-            with self._owner.lock:
-                size = index.overlay.bytes_upto(upto)
-            if size >= max(limit, 1):
-                movers.append(index)
-            elif size:
-                small.append(index)
-                self.carried_bytes += size
-        self._sealed = self._journal.open_sealed(upto)
-        if len(movers) + len(small) > _MANY_QUEUES:
-            self._whole = read_around(self._sealed, self._sealed.size, 0)
+    def _carry(self, small: list[QueueIndex]) -> None:
         for index in small:
             with self._owner.lock:
-                self._carry_queue(index, upto)
+                self._carry_queue(index)
                 much = len(self._journal.buffer) > self._settings.commit_bytes
             if much:
                 self._owner.commit()
         with self._owner.lock:
             for seqs in self._owner.seq_ids():
-                if 0 <= seqs.file <= upto:
+                if 0 <= seqs.file <= self._upto:
                     seqs.carry()
-            self._owner.carry_state(upto)
+            self._owner.carry_state(self._upto)
         self._owner.commit()  # acks that were under way for carried rows are synced by this, too
-        return movers
 
-    def _carry_queue(self, index: QueueIndex, upto: int) -> None:
+    def _carry_queue(self, index: QueueIndex) -> None:
         """What is acked is left out: its ack is in the buffer or on its way, and the commit that follows makes it safe."""
         buffer = self._journal.buffer
         carried: list[int] = []
-        damaged: list[tuple[int, int, int]] = []
-        for _, start, stop, rows in self._parts(index.overlay.rows_upto(upto), _UNLIMITED):
-            data, base = self._read(start, stop)
+        for _, file, start, stop, rows in self._parts(index.overlay.rows_upto(self._upto), _UNLIMITED):
+            damaged: list[tuple[int, int, int]] = []
+            data, base = self._read(file, start, stop)
             carried += buffer.carry(index.sid, rows, data, base, index.overlay, damaged)
-        self._report(damaged)
+            self._report(file, damaged)
         counts = [(seq, index.counts_unsaved[seq]) for seq in carried if seq in index.counts_unsaved]
         if counts:
             buffer.append_requeue(index.sid, counts)
 
+    def _parts(self, rows: bytes, segment_size: int) -> list[_Part]:
+        return split_rows(rows, segment_size, _UNLIMITED if self._many else _SPAN_BYTES)
+
+    def _read(self, file: int, start: int, stop: int) -> tuple[bytes, int]:
+        """Bytes of a file that hold [start, stop), and the offset at which they begin."""
+        if file not in self._files:
+            self._files[file] = self._journal.open_sealed(file)
+        reader = self._files[file]
+        if not self._many:
+            return read_around(reader, stop - start, start), start
+        if file not in self._whole:
+            self._whole[file] = read_around(reader, reader.size, 0)
+        return self._whole[file], 0
+
+    def _report(self, file: int, damaged: list[tuple[int, int, int]]) -> None:
+        for seq, offset, size in damaged:
+            self._owner.report(journal_path(self._journal.directory, file), offset, size, seq, "publish record")
+
     # -- 2 and 3: bodies, slots, acks --------------------------------------------------------------------------------
 
-    def _move(self, movers: list[QueueIndex], upto: int) -> None:
+    def _move(self, movers: list[QueueIndex]) -> None:
         slots: _Slots = []
         waiting = 0
         for index in movers:
             with self._owner.lock:
-                rows = index.overlay.rows_upto(upto)
+                rows = index.overlay.rows_upto(self._upto)
             if not rows:
                 continue
             self._moved.append((index, rows))
-            for number, start, stop, part in self._parts(rows, index.segment_size):
-                slots.append(self._write_bodies(index, number, start, stop, part))
-                waiting += len(part) // ROW_BYTES
-                if waiting >= self._settings.checkpoint_batch_rows:
-                    self._write_slots(slots)
-                    waiting = 0
+            for number, parts in groupby(self._parts(rows, index.segment_size), key=_segment_of):
+                slots.append(self._write_bodies(index, number, list(parts)))
+            waiting += len(rows) // ROW_BYTES
+            if waiting >= self._settings.checkpoint_batch_rows:
+                self._write_slots(slots)
+                waiting = 0
         self._write_slots(slots)
 
-    def _parts(self, rows: bytes, segment_size: int) -> list[tuple[int, int, int, bytes]]:
-        """(segment, start, stop, rows) of pieces that are read at once."""
-        most = _SPAN_BYTES if self._whole is None else _UNLIMITED
-        return [(number, start, stop, part) for number, _, start, stop, part in split_rows(rows, segment_size, most)]
-
-    def _read(self, start: int, stop: int) -> tuple[bytes, int]:
-        """Bytes of the file that hold [start, stop), and the offset at which they begin."""
-        if self._whole is not None:
-            return self._whole, 0
-        assert self._sealed is not None
-        return read_around(self._sealed, stop - start, start), start
-
-    def _report(self, damaged: list[tuple[int, int, int]]) -> None:
-        path = journal_path(self._journal.directory, self._journal.floor)
-        for seq, offset, size in damaged:
-            self._owner.report(path, offset, size, seq, "publish record")
-
     def _write_bodies(
-        self, index: QueueIndex, number: int, start: int, stop: int, rows: bytes
+        self, index: QueueIndex, number: int, parts: list[_Part]
     ) -> tuple[QueueIndex, Segment, list[tuple[int, bytes]]]:
-        data, base = self._read(start, stop)
-        wanted = measure_rows(rows, data, base)
+        """Those of one segment, in one piece."""
+        read = [(rows, file, *self._read(file, start, stop)) for _, file, start, stop, rows in parts]
+        wanted = sum(measure_rows(rows, data, base) for rows, _, data, base in read)
         with self._owner.lock:  # reserve the place: transient messages are paged out to the same file
             segment = index.segment(number)
             index.ensure_created(segment)
-            offset = segment.qs_end
+            offset = place = segment.qs_end
             segment.qs_end += wanted
         target = self._open(self._bodies, index, segment, "qs", BODIES_MAGIC)
-        damaged: list[tuple[int, int, int]] = []
-        bodies, runs = convert_rows(rows, data, base, index.sid, index.segment_size, offset, damaged)
-        if bodies:
-            target.pwrite(bodies, offset)
-        self._report(damaged)
+        written: list[bytes] = []
+        runs: list[tuple[int, bytes]] = []
+        for rows, file, data, base in read:
+            damaged: list[tuple[int, int, int]] = []
+            bodies, more = convert_rows(rows, data, base, index.sid, index.segment_size, place, damaged)
+            self._report(file, damaged)
+            written.append(bodies)
+            place += len(bodies)
+            if runs and more and runs[-1][0] + len(runs[-1][1]) // SLOT_BYTES == more[0][0]:
+                runs[-1] = (runs[-1][0], runs[-1][1] + more.pop(0)[1])
+            runs += more
+        if place > offset:
+            target.pwrite(b"".join(written), offset)
         return index, segment, runs
 
     def _write_slots(self, slots: _Slots) -> None:
@@ -352,6 +345,7 @@ class Checkpoint:
             index.names_changed = False
             self._renamed.append(index)
             self._slots.directories.add(index.files.directory)
+            self._slots.directories.update(index.unsynced_parents)
 
     def _give_back(self) -> None:
         with self._owner.lock:

@@ -179,15 +179,18 @@ class Disk:
 
     # The rest is composed of the calls above, so a double needs to know nothing of it.
 
-    def make_dirs(self, path: str) -> None:
-        """`mkdir` with parents; each new name is synced in its parent."""
+    def make_dirs(self, path: str, *, sync: bool = True) -> list[str]:
+        """`mkdir` with parents. The directories with new names in them, which are synced unless the caller does it."""
         if self.is_dir(path) or not path:
-            return
+            return []
         parent = os.path.dirname(path)
-        self.make_dirs(parent)
+        changed = self.make_dirs(parent, sync=sync)
         with contextlib.suppress(FileExistsError):
             self.mkdir(path)
-            self.sync_dir(parent or ".")
+            changed.append(parent or ".")
+            if sync:
+                self.sync_dir(parent or ".")
+        return changed
 
     def walk(self, path: str) -> Iterator[str]:
         """Every file below `path`, in order of its name, depth first."""

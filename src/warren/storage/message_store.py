@@ -661,10 +661,8 @@ class MessageStore:
             store._next_generation = max(store._next_generation, parsed.generation + 1)
             if (parsed.generation, parsed.number) not in data or parsed.suffix == PART_SUFFIX:
                 disk.unlink(os.path.join(path, name))
-        torn: list[tuple[str, int, int, str]] = []
-        empty: list[DataFile] = []
-        # The newest generation first: of two copies that a crashed compaction left, its one counts, if it was synced.
-        # A hint tells that, it is written after the sync. To sync now proves nothing where an earlier sync failed.
+        torn, empty = list[tuple[str, int, int, str]](), list[DataFile]()
+        # Of two copies that a crashed compaction left the newest counts, if it was synced: its hint came after that.
         ranked = sorted(((not key[0] or key in hinted, key) for key in data), reverse=True)
         for done, (_, (generation, number)) in enumerate(ranked):
             file = store._data_file(number, generation)

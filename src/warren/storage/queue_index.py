@@ -70,6 +70,7 @@ class QueueIndex:
         self.segment_size = segment_size
         self.counts_unsaved: dict[int, int] = {}  # delivery counts that are only in the journal
         self.names_changed = False  # files were made or unlinked since the directory was synced
+        self.unsynced_parents: list[str] = []  # of the directory itself, where it was made since
         self._disk = disk
         self._boot = boot
         self._journal = journal
@@ -189,7 +190,8 @@ class QueueIndex:
 
     def ensure_created(self, segment: Segment) -> None:
         if not segment.created:
-            self._disk.make_dirs(self.files.directory)
+            made = self._disk.make_dirs(self.files.directory, sync=False)
+            self.unsynced_parents += made
             self.names_changed = True
             self.files.create(segment)
 

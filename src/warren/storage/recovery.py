@@ -37,6 +37,7 @@ from warren.storage.queue_index import QueueIndex
 from warren.storage.reading import open_to_read, read_around, read_whole
 from warren.storage.segment import Report
 
+TORN_END = "end of the journal: torn, or damaged"
 TERMS_NAME = "recovery"
 _TERMS = struct.Struct("<4sIQ")  # magic, length of the JSON, length of the store's terms; JSON; terms; CRC of all
 _TERMS_MAGIC = b"WRNR"
@@ -85,7 +86,7 @@ def replay_journal(
                 ledger.replay(kind, body, number)
         last = number == needed[-1]
         for offset, length in damaged:
-            report(path, offset, length, -1, "end of the journal: torn, or damaged" if last else "journal record")
+            report(path, offset, length, -1, TORN_END if last else "journal record")
         state.last_lsn = max(state.last_lsn, lsn)
         state.records += records
         progress(done + 1, len(needed))

@@ -115,7 +115,9 @@ class SegmentFiles:
     def open_append(self, number: int, suffix: str, magic: bytes) -> tuple[DiskFile, bool]:
         """A handle for writing, and whether a name was made, which only `sync_dir` makes safe."""
         path = self.path(number, suffix)
-        if not self._disk.exists(path):
+        try:
+            file = self._disk.open(path)
+        except FileNotFoundError:
             file = self._disk.create(path)
             try:
                 file.append(pack_header(magic, self.sid, number * self.segment_size, self.segment_size))
@@ -123,7 +125,6 @@ class SegmentFiles:
                 file.close()
                 raise
             return file, True
-        file = self._disk.open(path)
         if file.links() == 1:
             if file.size >= HEADER_BYTES:
                 return file, False

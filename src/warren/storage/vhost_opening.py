@@ -39,6 +39,7 @@ from warren.storage.queue_index import QueueIndex
 from warren.storage.rates import MemoryMonitor
 from warren.storage.recovery import (
     TERMS_NAME,
+    TORN_END,
     JournalReplay,
     StreamRecovery,
     recover_stream,
@@ -498,7 +499,9 @@ class VhostOpening:
             self.disk.remove_tree(os.path.join(self.root, "trash"))
 
     def _log_damage(self, line: dict[str, object]) -> None:
-        log.warning("damage in %s at %s, %s bytes: %s", line["file"], line["offset"], line["length"], line["why"])
+        # After a kill the journal ends in the middle of what nobody was promised: nothing to be alarmed about.
+        level = logging.INFO if line["why"] == TORN_END else logging.WARNING
+        log.log(level, "damage in %s at %s, %s bytes: %s", line["file"], line["offset"], line["length"], line["why"])
 
     def report(self, path: str, offset: int, length: int, seq: int, why: str, sid: int = -1) -> None:
         """Bytes that cannot be used go to quarantine."""

@@ -27,7 +27,8 @@ from warren.kernel.journal_codec import CHECKOUT, DEDUP, LEASE, MOST_TARGETS
 from warren.kernel.overlay import HIDDEN, LIVE
 from warren.storage import compaction
 from warren.storage.backing_queue import Checkout
-from warren.storage.checkpoint import Checkpoint, CheckpointPace
+from warren.storage.checkpoint import Checkpoint
+from warren.storage.checkpoint_pace import CheckpointPace, divide_at
 from warren.storage.committer import FULL
 from warren.storage.context import DEBUG
 from warren.storage.disk import Disk
@@ -106,6 +107,9 @@ class VhostStore(VhostOpening):
             seqs = SeqIds(self.journal, uid, self.settings.reserve_ahead, self.settings.segment_entries)
             if not durable or self.durability == "memory":
                 seqs.unlimited()  # no restart brings its uid back
+            else:
+                seqs.available(0)  # asks for the first reservation: the first publish finds it, or waits for it
+                self.wake()
             if backing_kind(record) == "sqlite":
                 return self._add_sqlite_queue(record, self._database(record), seqs)
             return self._add_queue(record, seqs, [self._index(record, n) for n in range(level_count(record))], None)
@@ -383,25 +387,40 @@ class VhostStore(VhostOpening):
         """Move what is in sealed journal files to segments; with `seal`, the current file first."""
         with self._checkpoint_lock, self.disk_errors():
             if self.committer.full:
-                self._new_checkpoint().drop_dead()
+                self._new_checkpoint(self.journal.floor - 1).drop_dead()
                 seal = seal and self._fits(self.journal.buffer.file)
             if seal:
                 self._roll()
             return self._checkpoint(carry_below)
 
-    def _checkpoint(self, carry_below: int | None, sparing: bool = True, upto: int | None = None) -> bool:
-        """One run for each sealed file; on a full disk, unless not `sparing`, only for those that there is room for."""
+    def checkpoint_due(self) -> bool:
+        """Has the journal grown enough for the next run of a checkpoint?"""
+        return self._pace.due(self.journal.sealed - self.journal.floor + 1) > 0
+
+    def _checkpoint(self, carry_below: int | None, sparing: bool = True) -> bool:
+        """Runs over all sealed files; on a full disk, unless not `sparing`, only over those that there is room for."""
         done = False
-        if upto is None:
-            upto = self.journal.sealed
-        while self.journal.floor <= upto and (self._fits(self.journal.floor) or not sparing):
-            run = self._new_checkpoint()
-            done = run.run(self._pace.carry_below if carry_below is None else carry_below) or done
-            self._pace.note(run.carried_bytes)
+        last = self.journal.sealed
+        while self.journal.floor <= last and (self._fits(self.journal.floor) or not sparing):
+            files = min(self._pace.due(last - self.journal.floor + 1) or 1, last - self.journal.floor + 1)
+            if self.committer.full:
+                files = 1
+            self._run_checkpoint(files, carry_below, patient=False)
+            done = True
         return done
 
-    def _new_checkpoint(self) -> Checkpoint:
-        return Checkpoint(self, self.disk, self.root, self.journal, self.settings)
+    def _run_checkpoint(self, files: int, carry_below: int | None, *, patient: bool) -> None:
+        run = self._new_checkpoint(self.journal.floor + files - 1)
+        try:
+            sizes = run.measure()
+            if patient and self._pace.wait(sizes, files):
+                return
+            run.run(*(self._pace.divide(sizes, files) if carry_below is None else divide_at(sizes, carry_below)))
+        finally:
+            run.close()
+
+    def _new_checkpoint(self, upto: int) -> Checkpoint:
+        return Checkpoint(self, self.disk, self.root, self.journal, self.settings, upto)
 
     def _fits(self, upto: int) -> bool:
         """Is there room to move what is alive in journal files up to `upto`? It is there twice until they go."""
@@ -466,9 +485,10 @@ class VhostStore(VhostOpening):
         full = self.committer.full
         if full:
             self.checkpoint(seal=True)
-        elif self.journal.sealed - self._pace.lag >= self.journal.floor:
+        else:
             with self._checkpoint_lock, self.disk_errors():
-                self._checkpoint(None, upto=self.journal.sealed - self._pace.lag)
+                while files := self._pace.due(self.journal.sealed - self.journal.floor + 1):
+                    self._run_checkpoint(files, None, patient=True)
         self.compact()
         with self.disk_errors():
             if full:
