@@ -276,7 +276,8 @@ class BackingQueueMachine(RuleBasedStateMachine):
         body = b"fan-out " * (size // 8)
         targets = [self.store.get(name) for name in QUEUES]
         level = level if self.queues["a"].has_levels else 0
-        seqs = self.store.fan_out(targets, HEAD, body, persistent=persistent, published_at=1, level=level)
+        made = self.store.fan_out(targets, HEAD, body, persistent=persistent, published_at=1, level=level)
+        seqs = [entry.seq for entry in made]
         for name, seq in zip(QUEUES, seqs, strict=True):
             self._number(self.queues[name], [seq])
             safe = persistent and self.queues[name].keeps

@@ -333,10 +333,10 @@ class Driver:
             known = self.witness.by_name(name)
             assert queue.seqs.next >= before[name]
             sent.append(self._register(known, Entry(queue.seqs.next, HEAD, body, PERSISTENT), body, 0))
-        seqs = store.fan_out(
+        made = store.fan_out(
             queues, HEAD, body, persistent=True, published_at=1, producer=producer, publishing_id=number
         )
-        assert seqs == [one.seq for one in sent]
+        assert [entry.seq for entry in made] == [one.seq for one in sent]
 
     def transact(self, publishes: list[tuple[str, int]], acks: dict[str, int]) -> None:
         """Publish bodies and ack the first messages of queues, all or nothing."""

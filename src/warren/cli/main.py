@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import warren
-from warren.cli import store
+from warren.cli import serve, store
 
 app = typer.Typer(
     name="warren",
@@ -18,6 +18,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(store.app, name="store", help="Look at, check, copy and restore data directories that no process owns.")
+
+app.command("serve")(serve.serve)
 
 
 def _show_version(wanted: bool) -> None:

@@ -9,7 +9,7 @@ cimport cython
 from cpython.bytes cimport PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_DelItem, PyDict_SetItem
 from cpython.object cimport PyObject, PyTypeObject
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from warren.kernel.ranges cimport RangeSet
 
@@ -95,6 +95,33 @@ def number_entries(list entries not None, uint64_t first_seq, uint8_t level):
         entry.seq = first_seq
         entry.level = level
         first_seq += 1
+
+
+def place_entries(list entries not None, uint64_t first_seq, uint8_t highest, uint8_t mask, int64_t ttl_us):
+    """Make entries from the network those of one queue: consecutive seq_ids, a priority of at most `highest`, only the
+    flags of `mask`, and the queue's own time to live (below 0: none), where it ends before the message's."""
+    cdef Entry entry
+    cdef uint64_t due
+    for item in entries:
+        entry = <Entry>item
+        entry.seq = first_seq
+        first_seq += 1
+        entry.flags &= mask
+        if entry.level > highest:
+            entry.level = highest
+        if ttl_us >= 0:
+            due = entry.published_at + <uint64_t>ttl_us
+            if entry.expiry == 0 or due < entry.expiry:
+                entry.expiry = due
+
+
+def copy_entries(list entries not None):
+    """The same messages for one more queue."""
+    return [(<Entry>entry).copy() for entry in entries]
+
+
+def seqs_of(list entries not None):
+    return [(<Entry>entry).seq for entry in entries]
 
 
 def split_levels(list entries not None, uint8_t highest):

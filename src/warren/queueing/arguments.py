@@ -104,6 +104,11 @@ class QueueArguments:
         return "; ".join(map(str, self.differences(other))) or None
 
 
+def known_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Those that mean something here. Over the network RabbitMQ's rule holds: what nobody knows is no error."""
+    return {name: value for name, value in arguments.items() if name in _CHECKS}
+
+
 # ---- checks, one for each kind of value ----
 
 _Check = Callable[[str, object], None]

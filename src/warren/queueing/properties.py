@@ -96,16 +96,24 @@ def encode_head(
     properties["delivery_mode"] = _PERSISTENT if persistent else _TRANSIENT
     properties["priority"] = priority
     properties["expiration"] = None if expiration_ms is None else _checked_expiration(expiration_ms)
-    return _build(exchange, routing_key, properties)
+    return build_head(exchange, routing_key, properties)
 
 
 @lru_cache(maxsize=_HEADS_CACHED)
 def _plain_head(exchange: str, routing_key: str, persistent: bool, priority: int | None) -> bytes:
     mode = _PERSISTENT if persistent else _TRANSIENT
-    return _build(exchange, routing_key, {"delivery_mode": mode, "priority": priority})
+    return build_head(exchange, routing_key, {"delivery_mode": mode, "priority": priority})
 
 
-def _build(exchange: str, routing_key: str, properties: dict[str, object]) -> bytes:
+def build_head(exchange: str, routing_key: str, properties: Mapping[str, object]) -> bytes:
+    """A head with exactly these properties, by AMQP's names with underscores: what `decode_head` returned, changed.
+
+    >>> head = decode_head(encode_head("", "orders", persistent=True))
+    >>> build_head("retry", head.routing_key, {**head.properties, "type": "order"}) == encode_head(
+    ...     "retry", "orders", persistent=True, type="order"
+    ... )
+    True
+    """
     flags = 0
     parts = [_encode_short("exchange", exchange), _encode_short("routing key", routing_key), b""]
     for name, flag, encode in _WRITERS:
@@ -180,6 +188,24 @@ def _encode_headers(name: str, value: object) -> bytes:
     if not isinstance(value, (dict, Mapping)):
         raise TypeError(f"headers is {value!r}, a {type(value).__name__}; it is a dict")
     return _encode_table(value, 1)
+
+
+def encode_table(table: Mapping[str, object]) -> bytes:
+    """A field table as AMQP sends it. Raises TypeError or ValueError for what AMQP cannot carry.
+
+    >>> encode_table({"k": True}).hex(" ")
+    '00 00 00 04 01 6b 74 01'
+    """
+    return _encode_table(table, 0)  # type: ignore[arg-type]  # its names are checked there
+
+
+def read_table(data: bytes, offset: int) -> tuple[dict[str, object], int]:
+    """A field table at `offset`, and where it ends. Raises ValueError for what is none.
+
+    >>> read_table(encode_table({"k": True}), 0)
+    ({'k': True}, 8)
+    """
+    return _read_table(data, offset, 0)
 
 
 def _encode_table(table: Mapping[object, object], depth: int) -> bytes:

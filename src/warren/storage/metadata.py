@@ -23,10 +23,10 @@ import datetime
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from warren.errors import (
     DiskFullError,
@@ -42,7 +42,6 @@ from warren.errors import (
 _APPLICATION_ID = 0x5752524E  # "WRRN", in the header of the file: `file meta.db` shows it
 
 # Step n takes the file from format n - 1 to format n. Format 0 is an empty file.
-# To come: exchanges, bindings, policies. Each is a new step at the end.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -62,6 +61,49 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """,
         # SQLite would add this row with the first queue; reserve_uid needs it before.
         "INSERT INTO sqlite_sequence (name, seq) VALUES ('queues', 0)",
+    ),
+    (
+        # Only durable exchanges, and bindings whose both ends are durable, outlive a restart and are here.
+        """
+        CREATE TABLE durable_exchanges (
+            name TEXT PRIMARY KEY,
+            type TEXT NOT NULL,
+            auto_delete INTEGER NOT NULL,
+            internal INTEGER NOT NULL,
+            arguments TEXT NOT NULL
+        )
+        """,
+        # The arguments belong to the identity of a binding, so their names are stored in order.
+        """
+        CREATE TABLE durable_bindings (
+            id INTEGER PRIMARY KEY,
+            source TEXT NOT NULL,
+            destination_kind TEXT NOT NULL CHECK (destination_kind IN ('queue', 'exchange')),
+            destination TEXT NOT NULL,
+            routing_key TEXT NOT NULL,
+            arguments TEXT NOT NULL,
+            UNIQUE (destination, source, routing_key, destination_kind, arguments)
+        )
+        """,
+        """
+        CREATE TABLE policies (
+            name TEXT NOT NULL,
+            operator INTEGER NOT NULL,
+            pattern TEXT NOT NULL,
+            apply_to TEXT NOT NULL,
+            definition TEXT NOT NULL,
+            priority INTEGER NOT NULL,
+            PRIMARY KEY (operator, name)
+        ) WITHOUT ROWID
+        """,
+        """
+        CREATE TABLE runtime_parameters (
+            component TEXT NOT NULL,
+            name TEXT NOT NULL,
+            value TEXT NOT NULL,
+            PRIMARY KEY (component, name)
+        ) WITHOUT ROWID
+        """,
     ),
 )
 
@@ -85,6 +127,96 @@ class QueueRecord:
     auto_delete: bool = False
     exclusive: bool = False
     arguments: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeRecord:
+    """A durable exchange as it was declared.
+
+    >>> ExchangeRecord(name="logs", type="topic").internal
+    False
+    """
+
+    name: str
+    type: str
+    auto_delete: bool = False
+    internal: bool = False
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BindingRecord:
+    """A binding between a durable exchange and a durable queue or exchange.
+
+    >>> BindingRecord(source="logs", destination_kind="queue", destination="errors", routing_key="*.error").source
+    'logs'
+    """
+
+    source: str
+    destination_kind: Literal["queue", "exchange"]
+    destination: str
+    routing_key: str = ""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRecord:
+    """A policy as it was set.
+
+    >>> PolicyRecord(name="short", pattern="^short", definition={"max-length": 10}).apply_to
+    'all'
+    """
+
+    name: str
+    pattern: str
+    definition: Mapping[str, object]
+    apply_to: str = "all"
+    priority: int = 0
+
+
+class DurableExchange(Protocol):
+    """What is kept of an exchange: any object that has these, such as an ExchangeRecord, can be given."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def auto_delete(self) -> bool: ...
+    @property
+    def internal(self) -> bool: ...
+    @property
+    def arguments(self) -> Mapping[str, object]: ...
+
+
+class DurableBinding(Protocol):
+    """What is kept of a binding: any object that has these, such as a BindingRecord, can be given."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def destination_kind(self) -> str: ...
+    @property
+    def destination(self) -> str: ...
+    @property
+    def routing_key(self) -> str: ...
+    @property
+    def arguments(self) -> Mapping[str, object]: ...
+
+
+class KeptPolicy(Protocol):
+    """What is kept of a policy: any object that has these, such as a PolicyRecord, can be given."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def pattern(self) -> str: ...
+    @property
+    def apply_to(self) -> str: ...
+    @property
+    def definition(self) -> Mapping[str, object]: ...
+    @property
+    def priority(self) -> int: ...
 
 
 class Metadata:
@@ -183,8 +315,14 @@ class Metadata:
         return next(self._reserved)
 
     def delete_queue(self, uid: int) -> None:
-        """Forget a queue. Its uid stays used. Deleting what is not there does nothing."""
+        """Forget a queue and the bindings to it. Its uid stays used. Deleting what is not there does nothing."""
         with self.transaction():
+            # Here, and not only by the router: the library deletes queues too, and knows of no bindings.
+            self._db.execute(
+                "DELETE FROM durable_bindings WHERE destination_kind = 'queue' "
+                "AND destination = (SELECT name FROM queues WHERE uid = ?)",
+                (uid,),
+            )
             self._db.execute("DELETE FROM queues WHERE uid = ?", (uid,))
 
     def queues(self) -> list[QueueRecord]:
@@ -205,6 +343,162 @@ class Metadata:
             )
             for uid, name, durable, auto_delete, exclusive, arguments, created_at in rows
         ]
+
+    # ---- exchanges and bindings ----
+
+    def put_exchange(self, exchange: DurableExchange) -> None:
+        """Keep a durable exchange, in place of one of that name.
+
+        >>> metadata = Metadata(":memory:")
+        >>> metadata.put_exchange(ExchangeRecord(name="logs", type="topic"))
+        >>> metadata.put_binding(BindingRecord(source="logs", destination_kind="queue", destination="errors"))
+        >>> [exchange.name for exchange in metadata.exchanges()], [binding.source for binding in metadata.bindings()]
+        (['logs'], ['logs'])
+        >>> metadata.close()
+        """
+        arguments = _to_json(exchange.arguments, f"the arguments of exchange {exchange.name!r}")
+        with self.transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO durable_exchanges (name, type, auto_delete, internal, arguments) "
+                "VALUES (?, ?, ?, ?, ?)",
+                (exchange.name, exchange.type, exchange.auto_delete, exchange.internal, arguments),
+            )
+
+    def delete_exchange(self, name: str) -> None:
+        """Forget an exchange; its bindings are the caller's to delete. What is not there is forgotten already."""
+        with self.transaction():
+            self._db.execute("DELETE FROM durable_exchanges WHERE name = ?", (name,))
+
+    def exchanges(self) -> list[ExchangeRecord]:
+        """Every durable exchange, by name."""
+        with self._clear_errors():
+            rows = self._db.execute(
+                "SELECT name, type, auto_delete, internal, arguments FROM durable_exchanges ORDER BY name"
+            ).fetchall()
+        return [
+            ExchangeRecord(
+                name=name,
+                type=type_,
+                auto_delete=bool(auto_delete),
+                internal=bool(internal),
+                arguments=_from_json(arguments),
+            )
+            for name, type_, auto_delete, internal, arguments in rows
+        ]
+
+    def put_binding(self, binding: DurableBinding) -> None:
+        """Keep a binding. One that is there stays as it is."""
+        self.put_bindings([binding])
+
+    def put_bindings(self, bindings: Iterable[DurableBinding]) -> None:
+        """Keep many bindings with one commit, all or none."""
+        rows = [_binding_row(binding) for binding in bindings]
+        with self.transaction():
+            self._db.executemany(
+                # Not INSERT OR IGNORE: that passes over every refusal, and not only over what is there.
+                "INSERT INTO durable_bindings (source, destination_kind, destination, routing_key, arguments) "
+                "VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (destination, source, routing_key, destination_kind, arguments) DO NOTHING",
+                rows,
+            )
+
+    def delete_binding(self, binding: DurableBinding) -> None:
+        """Forget the binding that is this one in everything, arguments too. What is not there is forgotten already."""
+        self.delete_bindings([binding])
+
+    def delete_bindings(self, bindings: Iterable[DurableBinding]) -> None:
+        """Forget many bindings with one commit."""
+        rows = [_binding_row(binding) for binding in bindings]
+        with self.transaction():
+            self._db.executemany(
+                "DELETE FROM durable_bindings WHERE source = ? AND destination_kind = ? AND destination = ? "
+                "AND routing_key = ? AND arguments = ?",
+                rows,
+            )
+
+    def bindings(self) -> list[BindingRecord]:
+        """Every durable binding, in the order of binding."""
+        with self._clear_errors():
+            rows = self._db.execute(
+                "SELECT source, destination_kind, destination, routing_key, arguments FROM durable_bindings ORDER BY id"
+            ).fetchall()
+        return [
+            BindingRecord(
+                source=source,
+                destination_kind=kind,
+                destination=destination,
+                routing_key=routing_key,
+                arguments=_from_json(arguments),
+            )
+            for source, kind, destination, routing_key, arguments in rows
+        ]
+
+    # ---- policies and runtime parameters ----
+
+    def put_policy(self, policy: KeptPolicy, operator: bool = False) -> None:
+        """Keep a policy, in place of one of that name. Operator policies have names of their own."""
+        definition = _to_json(policy.definition, f"the definition of policy {policy.name!r}")
+        with self.transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO policies (name, operator, pattern, apply_to, definition, priority) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (policy.name, operator, policy.pattern, policy.apply_to, definition, policy.priority),
+            )
+
+    def delete_policy(self, name: str, operator: bool = False) -> None:
+        """Forget a policy. What is not there is forgotten already."""
+        with self.transaction():
+            self._db.execute("DELETE FROM policies WHERE name = ? AND operator = ?", (name, operator))
+
+    def policies(self, operator: bool = False) -> list[PolicyRecord]:
+        """Every policy, or every operator policy, by name.
+
+        >>> metadata = Metadata(":memory:")
+        >>> metadata.put_policy(PolicyRecord(name="short", pattern="^short", definition={"max-length": 10}))
+        >>> [policy.definition for policy in metadata.policies()], metadata.policies(operator=True)
+        ([{'max-length': 10}], [])
+        >>> metadata.close()
+        """
+        with self._clear_errors():
+            rows = self._db.execute(
+                "SELECT name, pattern, apply_to, definition, priority FROM policies WHERE operator = ? ORDER BY name",
+                (operator,),
+            ).fetchall()
+        return [
+            PolicyRecord(
+                name=name, pattern=pattern, apply_to=apply_to, definition=_from_json(definition), priority=priority
+            )
+            for name, pattern, apply_to, definition, priority in rows
+        ]
+
+    def put_parameter(self, component: str, name: str, value: object) -> None:
+        """Keep a runtime parameter, such as a shovel, in place of one of that component and name."""
+        encoded = _to_json(value, f"the {component} parameter {name!r}")
+        with self.transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO runtime_parameters (component, name, value) VALUES (?, ?, ?)",
+                (component, name, encoded),
+            )
+
+    def delete_parameter(self, component: str, name: str) -> None:
+        """Forget a runtime parameter. What is not there is forgotten already."""
+        with self.transaction():
+            self._db.execute("DELETE FROM runtime_parameters WHERE component = ? AND name = ?", (component, name))
+
+    def parameters(self) -> dict[tuple[str, str], Any]:
+        """The value of every runtime parameter, by component and name.
+
+        >>> metadata = Metadata(":memory:")
+        >>> metadata.put_parameter("shovel", "to-archive", {"src-queue": "orders"})
+        >>> metadata.parameters()
+        {('shovel', 'to-archive'): {'src-queue': 'orders'}}
+        >>> metadata.close()
+        """
+        with self._clear_errors():
+            rows = self._db.execute(
+                "SELECT component, name, value FROM runtime_parameters ORDER BY component, name"
+            ).fetchall()
+        return {(component, name): _from_json(value) for component, name, value in rows}
 
     # ---- settings ----
 
@@ -323,8 +617,9 @@ def _clear_error(path: str, error: sqlite3.Error) -> WarrenError:
         return DiskFullError(f"no room to write {path}: {error}; free some space, then try again")
     if kind == sqlite3.SQLITE_NOTADB:
         return StoreFormatError(
-            f"{path} is not a file of Warren's metadata: no format version is found in it, version {FORMAT_VERSION} is "
-            f"supported; choose another directory for the store, or bring back the file from a snapshot"
+            f"{path} is not a file of Warren's metadata: no format version is found in it (version 1 is supported, and "
+            f"every later one up to {FORMAT_VERSION}); choose another directory for the store, or bring back the file "
+            f"from a snapshot"
         )
     if kind in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
         return StorePathError(f"cannot open {path} to write: {error}; the directory must exist and be writable")
@@ -333,11 +628,17 @@ def _clear_error(path: str, error: sqlite3.Error) -> WarrenError:
     return StoreFailedError(f"{path}: {error}; close the store and open it again")
 
 
+def _binding_row(binding: DurableBinding) -> tuple[str, str, str, str, str]:
+    what = f"the arguments of the binding from {binding.source!r} to {binding.destination_kind} {binding.destination!r}"
+    arguments = _to_json(binding.arguments, what, sort_names=True)
+    return binding.source, binding.destination_kind, binding.destination, binding.routing_key, arguments
+
+
 # ---- JSON with tags ----
 
 
-def _to_json(value: object, what: str) -> str:
-    return json.dumps(_tagged(value, what), separators=(",", ":"))
+def _to_json(value: object, what: str, sort_names: bool = False) -> str:
+    return json.dumps(_tagged(value, what), separators=(",", ":"), sort_keys=sort_names)
 
 
 def _from_json(text: str) -> Any:

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from warren.errors import (
@@ -92,19 +93,31 @@ class VhostStore(VhostOpening):
 
     # -- queues ------------------------------------------------------------------------------------------------------
 
-    def declare(self, name: str, *, durable: bool = True, arguments: dict[str, Any] | None = None) -> StoredQueue:
+    def declare(
+        self,
+        name: str,
+        *,
+        durable: bool = True,
+        arguments: dict[str, Any] | None = None,
+        auto_delete: bool = False,
+    ) -> StoredQueue:
         """The queue of this name, made if there is none. Durable ones are in the metadata when this returns."""
         with self.lock:
             self.committer.check()
             queue = self.queues.get(name)
             if queue is not None:
                 return queue
-            record = QueueRecord(name=name, created_at=time.time(), durable=durable, arguments=arguments or {})
-            uid = self.metadata.declare_queue(record) if durable else self.metadata.reserve_uid()
             record = QueueRecord(
-                name=name, created_at=record.created_at, uid=uid, durable=durable, arguments=record.arguments
+                name=name,
+                created_at=time.time(),
+                durable=durable,
+                auto_delete=auto_delete,
+                arguments=arguments or {},
             )
-            seqs = SeqIds(self.journal, uid, self.settings.reserve_ahead, self.settings.segment_entries)
+            record = replace(
+                record, uid=self.metadata.declare_queue(record) if durable else self.metadata.reserve_uid()
+            )
+            seqs = SeqIds(self.journal, record.uid, self.settings.reserve_ahead, self.settings.segment_entries)
             if not durable or self.durability == "memory":
                 seqs.unlimited()  # no restart brings its uid back
             else:
@@ -185,8 +198,11 @@ class VhostStore(VhostOpening):
         level: int = 0,
         producer: str | None = None,
         publishing_id: int = 0,
-    ) -> list[int]:
-        """One message to many queues: one body, one journal record. Returns the seq_ids."""
+        times_to_live: list[int] | None = None,
+    ) -> list[Entry]:
+        """One message to many queues: one body, one journal record. Its entries, one for each queue.
+
+        `times_to_live` are the queues' own, in microseconds; below 0: none."""
         for queue in queues:
             self.reserve(queue, 1)
         with self.lock:
@@ -206,9 +222,11 @@ class VhostStore(VhostOpening):
                 msg_id = self.store.next_id()
                 self.store.write(msg_id, join_payload(head, body), sum(refers))
             entries = []
-            for seq, safe, stored in zip(seqs, durable, refers, strict=True):
+            for number, (seq, safe, stored) in enumerate(zip(seqs, durable, refers, strict=True)):
                 flags = (PERSISTENT if safe else 0) | (IN_STORE if stored else 0)
-                entry = Entry(seq, head, body, flags, published_at, expiry, msg_id if stored else None)
+                ttl = times_to_live[number] if times_to_live is not None else -1
+                ends = expiry if ttl < 0 or 0 < expiry <= published_at + ttl else published_at + ttl
+                entry = Entry(seq, head, body, flags, published_at, ends, msg_id if stored else None)
                 entry.level = level
                 entries.append(entry)
             if any(durable):
@@ -220,7 +238,7 @@ class VhostStore(VhostOpening):
             for queue, entry in zip(queues, entries, strict=True):
                 queue.backing.accept([entry])
         self.wake()
-        return seqs
+        return entries
 
     def _append_fanout(
         self, queues: list[StoredQueue], entries: list[Entry], producer: str | None, publishing_id: int
@@ -253,38 +271,64 @@ class VhostStore(VhostOpening):
         self, publishes: list[tuple[StoredQueue, Entry]], acks: list[tuple[StoredQueue, list[int]]]
     ) -> list[int]:
         """All of it or nothing, also across a crash: one record group. Visible once it is safe. The seq_ids."""
+        self._reserve_for(publishes)
+        with self.lock:
+            self.committer.check_publish() if publishes else self.committer.check()
+            lsn = self._begin_transaction(publishes, acks, None)
+        if lsn is not None:
+            self.committer.sync(lsn)
+        return [entry.seq for _, entry in publishes]
+
+    def transact_later(
+        self,
+        publishes: list[tuple[StoredQueue, Entry]],
+        acks: list[tuple[StoredQueue, list[int]]],
+        done: Callable[[], None],
+    ) -> None:
+        """As `transact`, but returns at once. `done` is called when it is safe and visible: by the thread that committed
+        it, with the lock."""
+        self._reserve_for(publishes)
+        with self.lock:
+            self.committer.check()
+            self._begin_transaction(publishes, acks, done)
+
+    def _reserve_for(self, publishes: list[tuple[StoredQueue, Entry]]) -> None:
         wanted: dict[str, int] = {}
         for queue, _ in publishes:
             wanted[queue.name] = wanted.get(queue.name, 0) + 1
         for name, count in wanted.items():
             self.reserve(self.get(name), count)
-        with self.lock:
-            self.committer.check_publish() if publishes else self.committer.check()
-            seqs = []
+
+    def _begin_transaction(
+        self,
+        publishes: list[tuple[StoredQueue, Entry]],
+        acks: list[tuple[StoredQueue, list[int]]],
+        done: Callable[[], None] | None,
+    ) -> int | None:
+        """The LSN whose sync makes it safe; None: there is nothing to wait for. Requires: the lock, reserved seq_ids."""
+        for queue, entry in publishes:
+            entry.seq = queue.seqs.take(1)
+        if self.durability != "memory":
+            self.journal.buffer.begin_group()
             for queue, entry in publishes:
-                entry.seq = queue.seqs.take(1)
-                seqs.append(entry.seq)
-            if self.durability != "memory":
-                self.journal.buffer.begin_group()
-                for queue, entry in publishes:
-                    queue.backing.journal_publish([entry], HIDDEN)
-                for queue, acked in acks:
-                    queue.backing.journal_ack(acked)
-                self.journal.buffer.end_group()
+                queue.backing.journal_publish([entry], HIDDEN)
+            for queue, acked in acks:
+                queue.backing.journal_ack(acked)
+            self.journal.buffer.end_group()
 
-            def apply() -> None:
-                for queue, entry in publishes:
-                    queue.backing.reveal([entry])
-                for queue, acked in acks:
-                    queue.backing.ack_committed(acked)
+        def apply() -> None:
+            for queue, entry in publishes:
+                queue.backing.reveal([entry])
+            for queue, acked in acks:
+                queue.backing.ack_committed(acked)
+            if done is not None:
+                done()
 
-            if self.durability == "memory":
-                apply()
-                return seqs
-            self.journal.after(apply)
-            lsn = self.journal.appended_lsn
-        self.committer.sync(lsn)
-        return seqs
+        if self.durability == "memory":
+            apply()
+            return None
+        self.journal.after(apply)
+        return self.journal.appended_lsn
 
     # -- leases ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,518 @@
+"""A channel: the methods of AMQP 0-9-1 on one side, queues and exchanges on the other.
+
+Rules:
+
+1. No I/O: methods come as decoded arguments, answers go to `Connection.send`. A test needs no socket.
+2. A publish takes a number in confirm mode whatever becomes of it. A confirm follows when all its queues have it safe:
+   everything up to a number is confirmed by one frame after a commit, because commits are in order.
+3. Deliveries belong to the channel until they are settled; when it goes, they go back to their queues.
+4. An error is an AmqpError; the connection closes what has to be closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from warren.amqp.declarations import REPLY_TO, Declarations
+from warren.amqp.errors import AmqpError, HardError
+from warren.amqp.methods import encode
+from warren.amqp.transaction import Transaction
+from warren.kernel.entry import Entry
+from warren.kernel.frame_writer import ack_frame, content, deliveries, nack_frame
+from warren.kernel.ranges import RangeSet
+from warren.kernel.unacked import Unacked
+from warren.queueing.consumers import Consumer
+from warren.queueing.properties import build_head, decode_head, expiration_of
+from warren.queueing.queue_process import QueueProcess
+from warren.routing.exchange import Exchange
+
+if TYPE_CHECKING:
+    from warren.amqp.connection import Connection
+
+log = logging.getLogger("warren.amqp")
+
+_HEADERS, _REPLY_TO, _EXPIRATION, _USER_ID = 0x2000, 0x0200, 0x0100, 0x0010
+_SPECIAL = _HEADERS | _REPLY_TO | _EXPIRATION | _USER_ID
+_MANDATORY, _IMMEDIATE = 1, 2
+_PLENTY = 1 << 30
+_NOTHING = RangeSet()
+
+
+class Channel(Declarations):
+    def __init__(self, connection: Connection, number: int) -> None:
+        super().__init__(connection, number)
+        self.closing = False  # a close was sent; only its answer counts
+        self.consumers: dict[str, Consumer] = {}
+        self.unacked = Unacked()
+        self.prefetch = 0  # of consumers to come
+        self.global_prefetch = 0
+        self.flowing = True
+        self.confirming = False
+        self.transaction: Transaction | None = None
+        self.published = self.confirmed_count = self.returned_count = 0
+        self._queue_numbers: dict[QueueProcess, int] = {}
+        self._queues: list[QueueProcess] = []
+        self._consumers: list[Consumer | None] = [None]  # 0 stands for basic.get
+        self._next_number = 1  # of the next publish, in confirm mode
+        self._confirmed = 0  # everything up to it was confirmed
+        self._waiting = 0  # everything up to it is confirmed with a commit to come
+        self._to_confirm = 0  # everything up to it is safe, and not told yet
+        self._nacks: list[int] = []
+        self._reply_token: str | None = None
+        self._reply_consumer: Consumer | None = None
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+
+    def publish(self, exchange: str, routing_key: str, bits: int, property_flags: int, entries: list[Entry]) -> None:
+        """A batch that differs in bodies and perhaps in properties, not in where it goes."""
+        if bits & _IMMEDIATE:
+            raise AmqpError(540, "immediate=true", 60, 40)
+        self._allow("write", "exchange", exchange)
+        router = self.vhost.router
+        known = router.exchanges.get(exchange)
+        if known is None:
+            raise AmqpError(404, f"no exchange '{exchange}' in vhost '{self.vhost.name}'", 60, 40)
+        if known.internal:
+            raise AmqpError(
+                403, f"cannot publish to internal exchange '{exchange}' in vhost '{self.vhost.name}'", 60, 40
+            )
+        self.connection.check_topic(known, routing_key)
+        self.published += len(entries)
+        mandatory = bool(bits & _MANDATORY)
+        if self.transaction is not None:
+            self.transaction.publish(exchange, routing_key, mandatory, property_flags, entries)
+            return
+        if property_flags & _SPECIAL or known.type == "headers" or known.delayed or routing_key.startswith(REPLY_TO):
+            for entry in entries:
+                self._publish_special(known, routing_key, mandatory, entry)
+        else:
+            self.deliver(router.route(exchange, routing_key), mandatory, entries)
+
+    def publish_now(
+        self, exchange: str, routing_key: str, mandatory: bool, property_flags: int, entries: list[Entry]
+    ) -> None:
+        """What a transaction held back. Its exchange may be gone by now."""
+        known = self.vhost.router.exchanges.get(exchange)
+        if known is None:
+            return
+        if property_flags & _SPECIAL or known.type == "headers" or known.delayed or routing_key.startswith(REPLY_TO):
+            for entry in entries:
+                self._publish_special(known, routing_key, mandatory, entry)
+        else:
+            self.deliver(self.vhost.router.route(exchange, routing_key), mandatory, entries)
+
+    def _publish_special(self, exchange: Exchange, routing_key: str, mandatory: bool, entry: Entry) -> None:
+        """One message with properties that say where it goes, or how long it stays."""
+        head = decode_head(entry.head)
+        properties = head.properties
+        user = properties.get("user_id")
+        if user is not None and user != self.connection.user:
+            raise AmqpError(
+                406,
+                f"user_id property set to '{user}' but authenticated user was '{self.connection.user}'",
+                60,
+                40,
+            )
+        if "expiration" in properties:
+            entry.expiry = entry.published_at + self._expiration(entry.head, properties["expiration"]) * 1000
+        found = properties.get("headers")
+        headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
+        keys = [routing_key, *_carbon(headers, "CC"), *_carbon(headers, "BCC")]
+        changed = False
+        if "BCC" in headers:
+            del headers["BCC"]
+            properties["headers"] = headers
+            changed = True
+        if properties.get("reply_to") == REPLY_TO:
+            if self._reply_token is None:
+                raise AmqpError(406, "fast reply consumer does not exist", 60, 40)
+            properties["reply_to"] = f"{REPLY_TO}.{self._reply_token}"
+            changed = True
+        if changed:
+            entry.head = build_head(head.exchange, head.routing_key, properties)
+            entry.size = 4 + len(entry.head) + len(entry.body)
+        if not exchange.name and routing_key.startswith(REPLY_TO + "."):
+            self._reply(routing_key.removeprefix(REPLY_TO + "."), mandatory, entry)
+            return
+        delay = self._delay(exchange, headers)
+        names = self.vhost.router.route_many(exchange.name, keys, lambda: headers)
+        if delay and names:
+            self.vhost.delay(exchange.name, keys, delay, entry, self)
+            self._settle_publish([], False, 1)
+            return
+        self.deliver(names, mandatory, [entry])
+
+    @staticmethod
+    def _delay(exchange: Exchange, headers: dict[str, Any]) -> int:
+        delay = headers.get("x-delay") if exchange.delayed else None
+        return max(0, int(delay)) if isinstance(delay, (int, float)) and not isinstance(delay, bool) else 0
+
+    @staticmethod
+    def _expiration(head: bytes, value: object) -> int:
+        try:
+            expiration = expiration_of(head)
+        except ValueError:
+            expiration = None
+        if expiration is None:
+            raise AmqpError(406, f"invalid expiration '{value}': it is a number of milliseconds, as text", 60, 40)
+        return expiration
+
+    def _reply(self, token: str, mandatory: bool, entry: Entry) -> None:
+        """To the channel that asked, past all queues."""
+        target = self.vhost.reply_channels.get(token)
+        consumer = target._reply_consumer if target is not None else None
+        if target is None or consumer is None:
+            self.deliver((), mandatory, [entry])
+            return
+        target.send(consumer, [entry])
+        self._settle_publish([], False, 1)
+
+    def deliver(self, names: tuple[str, ...], mandatory: bool, entries: list[Entry]) -> None:
+        count = len(entries)
+        if not names:
+            if mandatory:
+                for entry in entries:
+                    self._return(entry)
+            self._settle_publish([], False, count)
+            return
+        rejected, journaled = self.vhost.deliver(names, entries)
+        if rejected and self.confirming:
+            gone = set(map(id, rejected))
+            first = self._next_number
+            self._nacks += [first + position for position, entry in enumerate(entries) if id(entry) in gone]
+        self._settle_publish(rejected, journaled, count)
+
+    def _return(self, entry: Entry) -> None:
+        self.returned_count += 1
+        head = decode_head(entry.head)
+        method = encode(
+            "basic.return",
+            reply_code=312,
+            reply_text="NO_ROUTE",
+            exchange=head.exchange,
+            routing_key=head.routing_key,
+        )
+        self.connection.send(content(self.number, method, entry.head, entry.body, self.connection.frame_max))
+
+    def _settle_publish(self, rejected: list[Entry], journaled: bool, count: int) -> None:
+        """Confirm mode: the next `count` numbers are used up."""
+        if self.transaction is not None:
+            self.transaction.journaled = self.transaction.journaled or journaled
+            self.transaction.rejected = self.transaction.rejected or bool(rejected)
+            return
+        if journaled and not self.confirming:
+            self.vhost.wake()
+        if not self.confirming:
+            return
+        self._next_number += count
+        last = self._next_number - 1
+        if journaled or self._waiting > self._confirmed:
+            self._waiting = last
+            self.vhost.commits.wait(self, last)
+        else:
+            self._to_confirm = last
+        self.connection.confirms_pending(self)
+
+    def committed(self, number: int) -> None:
+        if not self.closing:
+            self._to_confirm = max(self._to_confirm, number)
+            self.connection.confirms_pending(self)
+
+    def flush_confirms(self) -> None:
+        """Tell the publisher what became of its messages; once a turn of the loop."""
+        for number in self._nacks:
+            self.connection.send(nack_frame(self.number, number, False))
+        self._nacks.clear()
+        if self._to_confirm > self._confirmed:
+            multiple = self._to_confirm > self._confirmed + 1
+            self.connection.send(ack_frame(self.number, self._to_confirm, multiple))
+            self.confirmed_count += self._to_confirm - self._confirmed
+            self._confirmed = self._to_confirm
+
+    # -- deliveries --------------------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Of `Receiver`."""
+        if self.closing or not self.flowing or not self.connection.writable:
+            return 0
+        if self.global_prefetch:
+            return max(0, self.global_prefetch - len(self.unacked))
+        return _PLENTY
+
+    def send(self, consumer: Consumer, entries: list[Entry]) -> None:
+        """Of `Receiver`."""
+        queue: QueueProcess | None = consumer.queue
+        if consumer.no_ack:
+            first = self.unacked.skip(len(entries))
+        else:
+            assert queue is not None
+            first = self.unacked.add(self._number_of(queue), consumer.number, entries)
+        below, returned = (queue.redelivered_below, queue.returned) if queue is not None else (0, _NOTHING)
+        self.connection.send(
+            deliveries(self.number, consumer.tag_bytes, first, entries, below, returned, self.connection.frame_max)
+        )
+
+    def cancelled(self, consumer: Consumer) -> None:
+        """Of `Receiver`: the queue went away."""
+        self.consumers.pop(consumer.tag, None)
+        if not self.closing and self.connection.cancel_notify:
+            self.reply("basic.cancel", consumer_tag=consumer.tag, nowait=True)
+
+    def _number_of(self, queue: QueueProcess) -> int:
+        number = self._queue_numbers.get(queue)
+        if number is None:
+            number = self._queue_numbers[queue] = len(self._queues)
+            self._queues.append(queue)
+        return number
+
+    def acks(self, acks: list[int]) -> None:
+        """Many basic.ack: tag * 2 + multiple."""
+        if self.transaction is not None:
+            for ack in acks:
+                self.transaction.settle(ack >> 1, bool(ack & 1), "ack")
+            return
+        groups: dict[tuple[int, int], list[int]] = {}
+        try:
+            for ack in acks:
+                for queue, consumer, seqs in self._take(ack >> 1, bool(ack & 1)):
+                    key = (queue, consumer)
+                    if key in groups:
+                        groups[key] += seqs
+                    else:
+                        groups[key] = seqs
+        finally:
+            for (queue, consumer), seqs in groups.items():
+                self._settle(queue, consumer, seqs, "ack")
+        self._made_room()
+
+    def _take(self, tag: int, multiple: bool) -> list[tuple[int, int, list[int]]]:
+        taken = self.unacked.ack(tag, multiple)
+        if taken is None:
+            raise AmqpError(406, f"unknown delivery tag {tag}", 60, 80)
+        return taken
+
+    def settle_tag(self, tag: int, multiple: bool, how: str) -> None:
+        for queue, consumer, seqs in self._take(tag, multiple):
+            self._settle(queue, consumer, seqs, how)
+        self._made_room()
+
+    def _settle(self, queue: int, consumer: int, seqs: list[int], how: str) -> None:
+        owner = self._queues[queue]
+        if how == "ack":
+            owner.ack(seqs)
+        elif how == "requeue":
+            owner.requeue(seqs)
+        else:
+            owner.reject(seqs)
+        receiver = self._consumers[consumer]
+        if receiver is not None:
+            owner.settled(receiver, len(seqs))
+
+    def _made_room(self) -> None:
+        if self.global_prefetch:
+            self.unblock()
+
+    def unblock(self) -> None:
+        """The channel may have room again."""
+        for consumer in list(self.consumers.values()):
+            if consumer.queue is not None and consumer.blocked:
+                consumer.queue.unblock(consumer)
+
+    def _nack(self, tag: int, multiple: bool, requeue: bool) -> None:
+        how = "requeue" if requeue else "reject"
+        if self.transaction is not None:
+            self.transaction.settle(tag, multiple, how)
+        else:
+            self.settle_tag(tag, multiple, how)
+
+    def basic_ack(self, delivery_tag: int, multiple: bool) -> None:
+        self.acks([delivery_tag * 2 + multiple])
+
+    def basic_nack(self, delivery_tag: int, multiple: bool, requeue: bool) -> None:
+        self._nack(delivery_tag, multiple, requeue)
+
+    def basic_reject(self, delivery_tag: int, requeue: bool) -> None:
+        self._nack(delivery_tag, False, requeue)
+
+    def basic_recover(self, requeue: bool) -> None:
+        self._recover(requeue)
+        self.reply("basic.recover-ok")
+
+    def basic_recover_async(self, requeue: bool) -> None:
+        self._recover(requeue)
+
+    def _recover(self, requeue: bool) -> None:
+        if not requeue:
+            raise AmqpError(540, "requeue=false", 60, 110)
+        for queue, consumer, seqs in self.unacked.drain():
+            self._settle(queue, consumer, seqs, "requeue")
+        self._made_room()
+
+    # -- consuming ---------------------------------------------------------------------------------------------------
+
+    def basic_qos(self, prefetch_size: int, prefetch_count: int, global_: bool) -> None:
+        if prefetch_size:
+            raise AmqpError(540, f"prefetch_size!=0 ({prefetch_size})", 60, 10)
+        if global_:
+            self.global_prefetch = prefetch_count
+            self.unblock()
+        else:
+            self.prefetch = prefetch_count
+        self.reply("basic.qos-ok")
+
+    def basic_consume(
+        self,
+        ticket: int,
+        queue: str,
+        consumer_tag: str,
+        no_local: bool,
+        no_ack: bool,
+        exclusive: bool,
+        nowait: bool,
+        arguments: dict[str, Any],
+    ) -> None:
+        if consumer_tag in self.consumers:
+            raise HardError(530, f"attempt to reuse consumer tag '{consumer_tag}'", 60, 20)
+        tag = consumer_tag or f"amq.ctag-{secrets.token_urlsafe(16)}"
+        if queue == REPLY_TO:
+            self._consume_replies(tag, no_ack, nowait)
+            return
+        source = self._queue(queue)
+        self._allow("read", "queue", source.name)
+        priority = arguments.get("x-priority", 0)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise AmqpError(406, f"invalid arg 'x-priority' for queue '{source.name}': {priority!r}", 60, 20)
+        single = source.arguments.single_active_consumer
+        if source.consumers.exclusive or (exclusive and (len(source.consumers) or single)):
+            raise AmqpError(403, f"queue '{source.name}' in vhost '{self.vhost.name}' in exclusive use", 60, 20)
+        consumer = Consumer(
+            self,
+            tag,
+            number=len(self._consumers),
+            no_ack=no_ack,
+            prefetch=self.prefetch,
+            exclusive=exclusive,
+            priority=priority,
+            arguments=arguments,
+        )
+        self._consumers.append(consumer)
+        self.consumers[tag] = consumer
+        source.consume(consumer)
+        if not nowait:
+            self.reply("basic.consume-ok", consumer_tag=tag)
+        source.run()
+
+    def _consume_replies(self, tag: str, no_ack: bool, nowait: bool) -> None:
+        if not no_ack:
+            raise AmqpError(406, "reply consumer cannot acknowledge", 60, 20)
+        if self._reply_token is not None:
+            raise AmqpError(406, "reply consumer already set", 60, 20)
+        self._reply_token = secrets.token_urlsafe(24)
+        self._reply_consumer = Consumer(self, tag, no_ack=True)
+        self.consumers[tag] = self._reply_consumer
+        self.vhost.reply_channels[self._reply_token] = self
+        if not nowait:
+            self.reply("basic.consume-ok", consumer_tag=tag)
+
+    def basic_cancel(self, consumer_tag: str, nowait: bool) -> None:
+        consumer = self.consumers.pop(consumer_tag, None)
+        if consumer is not None and consumer is self._reply_consumer:
+            self._stop_replies()
+        if not nowait:
+            self.reply("basic.cancel-ok", consumer_tag=consumer_tag)
+        if consumer is not None and consumer.queue is not None:
+            consumer.queue.cancel(consumer)
+
+    def basic_cancel_ok(self, consumer_tag: str) -> None:
+        """A client's answer to a cancel of ours, which asked for none."""
+
+    def _stop_replies(self) -> None:
+        if self._reply_token is not None:
+            self.vhost.reply_channels.pop(self._reply_token, None)
+            self._reply_token = self._reply_consumer = None
+
+    def basic_get(self, ticket: int, queue: str, no_ack: bool) -> None:
+        if queue == REPLY_TO:
+            self.reply("basic.get-empty")
+            return
+        source = self._queue(queue)
+        self._allow("read", "queue", source.name)
+        entry = source.get(no_ack)
+        if entry is None:
+            self.reply("basic.get-empty")
+            return
+        tag = self.unacked.skip(1) if no_ack else self.unacked.add(self._number_of(source), 0, [entry])
+        head = decode_head(entry.head)
+        method = encode(
+            "basic.get-ok",
+            delivery_tag=tag,
+            redelivered=source.is_redelivered(entry),
+            exchange=head.exchange,
+            routing_key=head.routing_key,
+            message_count=len(source),
+        )
+        self.connection.send(content(self.number, method, entry.head, entry.body, self.connection.frame_max))
+
+    # -- modes -------------------------------------------------------------------------------------------------------
+
+    def confirm_select(self, nowait: bool) -> None:
+        if self.transaction is not None:
+            raise AmqpError(406, "cannot switch from tx to confirm mode", 85, 10)
+        self.confirming = True
+        if not nowait:
+            self.reply("confirm.select-ok")
+
+    def tx_select(self) -> None:
+        if self.confirming:
+            raise AmqpError(406, "cannot switch from confirm to tx mode", 90, 10)
+        if self.transaction is None:
+            self.transaction = Transaction(self)
+        self.reply("tx.select-ok")
+
+    def tx_commit(self) -> None:
+        if self.transaction is None:
+            raise AmqpError(406, "channel is not transactional", 90, 20)
+        self.transaction.commit()
+
+    def tx_rollback(self) -> None:
+        if self.transaction is None:
+            raise AmqpError(406, "channel is not transactional", 90, 30)
+        self.transaction.rollback()
+        self.reply("tx.rollback-ok")
+
+    def channel_flow(self, active: bool) -> None:
+        self.flowing = active
+        self.reply("channel.flow-ok", active=active)
+        if active:
+            self.unblock()
+
+    def access_request(self, realm: str, exclusive: bool, passive: bool, active: bool, write: bool, read: bool) -> None:
+        self.reply("access.request-ok", ticket=1)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """The channel is gone: consumers leave, deliveries go back."""
+        self.closing = True
+        self._stop_replies()
+        consumers, self.consumers = list(self.consumers.values()), {}
+        for consumer in consumers:
+            if consumer.queue is not None:
+                # Those that leave together must not get what the others leave behind.
+                consumer.queue.consumers.block(consumer)
+        for queue, _, seqs in self.unacked.drain():
+            self._queues[queue].requeue(seqs)
+        for consumer in consumers:
+            if consumer.queue is not None:
+                consumer.queue.cancel(consumer)
+
+
+def _carbon(headers: dict[str, Any], name: str) -> list[str]:
+    if name not in headers:
+        return []
+    value = headers[name]
+    if not isinstance(value, list) or not all(isinstance(key, str) for key in value):
+        raise AmqpError(406, f"unexpected type of header {name}: it is an array of strings", 60, 40)
+    return value

@@ -1,0 +1,86 @@
+"""`warren serve`: the broker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvloop
+
+from warren.errors import WarrenError
+from warren.node.broker import Broker
+from warren.node.config import Config, ConfigError
+from warren.node.logs import configure
+from warren.node.status_page import StatusServer
+
+log = logging.getLogger("warren.node")
+
+
+def serve(
+    data_dir: Annotated[Path | None, typer.Option(help="The directory of everything that is kept.")] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on.")] = None,
+    amqp_port: Annotated[int | None, typer.Option(help="The port for AMQP; 0: any that is free.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="The port of the status page; 0: any that is free.")] = None,
+    inline: Annotated[bool | None, typer.Option("--inline", help="All vhosts in this process.")] = None,
+    durability: Annotated[str | None, typer.Option(help="What a confirm promises: fsync, os or memory.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with the same keys and more.")] = None,
+) -> None:
+    """Run the broker until it is told to stop (SIGTERM, Ctrl-C): it finishes its commits and exits with 0."""
+    flags = {
+        key: value
+        for key, value in {
+            "data_dir": data_dir,
+            "host": host,
+            "amqp_port": amqp_port,
+            "http_port": http_port,
+            "inline": inline,
+            "durability": durability,
+        }.items()
+        if value is not None
+    }
+    try:
+        loaded = Config.load(flags, file=config)
+    except ConfigError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    configure(loaded.log_format, loaded.log_level)
+    try:
+        uvloop.run(_run(loaded))
+    except (WarrenError, OSError) as error:
+        log.error("%s", error)
+        raise typer.Exit(1) from None
+
+
+async def _run(config: Config) -> None:
+    broker = Broker(config)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    status = StatusServer(config.host, config.http_port, broker.status, lambda: broker.ready)
+    await status.start()
+    try:
+        await broker.start()
+        _announce(config, broker, status)
+        await stopping.wait()
+        log.info("stopping")
+    finally:
+        await broker.stop()
+        await status.stop()
+    log.info("stopped")
+
+
+def _announce(config: Config, broker: Broker, status: Any) -> None:
+    log.info(
+        "ready: AMQP on %s:%s, status page on http://%s:%s, data in %s, durability %s",
+        config.host,
+        broker.amqp_port,
+        config.host,
+        status.port,
+        config.data_dir,
+        config.durability,
+    )

@@ -1,0 +1,241 @@
+"""A node: listeners, handshakes, and the vhosts behind them.
+
+broker = Broker(Config.load({"data_dir": "data", "amqp_port": 0}))
+await broker.start()
+broker.amqp_port
+await broker.stop()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import time
+from functools import partial
+from typing import Any
+
+import warren
+from warren.amqp.connection import Connection
+from warren.amqp.errors import AmqpError
+from warren.errors import WarrenError
+from warren.node.config import Config
+from warren.node.handshake import Gone, Handshake, Opened
+from warren.node.permissions import Permissions
+from warren.node.status import resident_bytes, vhost_status
+from warren.node.status_page import Status
+from warren.node.users import Users
+from warren.vhost.vhost import Vhost
+
+log = logging.getLogger("warren.node")
+
+_BACKLOG = 1024
+_GOODBYE_SECONDS = 2.0
+
+
+class Broker:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.vhosts: dict[str, Vhost] = {}
+        self.amqp_port = 0
+        self.ready = False
+        self.started_at = time.time()
+        self._listeners: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._handshakes = 0
+        self._users: Users | None = None
+
+    @property
+    def users(self) -> Users:
+        assert self._users is not None, "the broker is not started"
+        return self._users
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Recover the vhosts, then listen."""
+        config = self.config
+        os.makedirs(config.data_dir, exist_ok=True)
+        self._users = Users(
+            config.data_dir,
+            default_user=config.default_user,
+            default_pass=config.default_pass.get_secret_value(),
+            default_vhost=config.default_vhost,
+        )
+        try:
+            for name in self.users.vhosts():
+                self._start_vhost(name)
+            self._listen()
+        except BaseException:
+            await self.stop()
+            raise
+        self.ready = True
+
+    def _start_vhost(self, name: str) -> None:
+        config = self.config
+        self.vhosts[name] = Vhost(
+            str(config.data_dir),
+            name,
+            durability=config.durability,
+            max_message_size=config.max_message_size,
+            failed=partial(self._vhost_failed, name),
+        )
+
+    def _vhost_failed(self, name: str, error: WarrenError) -> None:
+        """Everything of it ends here; it comes back through recovery."""
+        vhost = self.vhosts.pop(name, None)
+        if vhost is None:
+            return
+        for connection in list(vhost.connections):
+            connection.fail(AmqpError(541, f"vhost '{name}' failed: {error}"))
+        self._spawn(self._restart_vhost(name, vhost))
+
+    async def _restart_vhost(self, name: str, vhost: Vhost) -> None:
+        await vhost.stop()
+        try:
+            self._start_vhost(name)
+        except WarrenError:
+            log.exception("vhost %r cannot be restarted; the others go on", name)
+
+    def _listen(self) -> None:
+        config = self.config
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        listener = socket.create_server((config.host, config.amqp_port), family=family, backlog=_BACKLOG)
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self.amqp_port = listener.getsockname()[1]
+        self._spawn(self._accept(listener))
+
+    async def stop(self) -> None:
+        """Stop accepting, say goodbye, finish commits, write recovery terms."""
+        self.ready = False
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        for vhost in self.vhosts.values():
+            for connection in list(vhost.connections):
+                connection.fail(AmqpError(320, "broker forced connection closure with reason 'shutdown'"))
+        await self._goodbye()
+        for vhost in list(self.vhosts.values()):
+            await vhost.stop()
+        self.vhosts.clear()
+        if self._users is not None:
+            self._users.close()
+            self._users = None
+
+    async def _goodbye(self) -> None:
+        """A moment for clients to answer; then they are cut off."""
+        closing = [connection for vhost in self.vhosts.values() for connection in vhost.departing]
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        while any(connection.state != "closed" for connection in closing) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        for connection in closing:
+            connection.abort()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- clients -----------------------------------------------------------------------------------------------------
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError as error:  # too many open files, a client that was gone: the listener lives on
+                log.warning("accept: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            if self._handshakes >= self.config.max_handshakes:
+                sock.close()
+                continue
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._spawn(self._serve(sock, str(address[0]), int(address[1])))
+
+    async def _serve(self, sock: socket.socket, address: str, port: int) -> None:
+        peer = f"{address}:{port}"
+        config = self.config
+        self._handshakes += 1
+        try:
+            async with asyncio.timeout(config.handshake_timeout):
+                opened = await Handshake(
+                    sock,
+                    self,
+                    peer=peer,
+                    address=address,
+                    channel_max=config.channel_max,
+                    frame_max=config.frame_max,
+                    heartbeat=config.heartbeat,
+                ).run()
+            await self._hand_over(sock, opened)
+        except (Gone, TimeoutError, OSError) as error:
+            log.info("client %s: %s", peer, error or "no handshake in time")
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            self._handshakes -= 1
+
+    async def _hand_over(self, sock: socket.socket, opened: Opened) -> None:
+        vhost = self.vhosts[opened.vhost]
+        permissions = Permissions(self.users, opened.user, opened.vhost)
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: Connection(
+                vhost,
+                user=opened.user,
+                permissions=permissions,
+                frame_max=opened.frame_max,
+                channel_max=opened.channel_max,
+                heartbeat=opened.heartbeat,
+                client_properties=opened.client_properties,
+                peer=opened.peer,
+            ),
+            sock,
+        )
+
+    # -- the gate of handshakes ----------------------------------------------------------------------------------------
+
+    def authenticate(self, user: str, password: str) -> bool:
+        return self.users.authenticate(user, password) is not None
+
+    def may_connect_from(self, user: str, address: str) -> bool:
+        if user not in self.config.loopback_users:
+            return True
+        try:
+            return ipaddress.ip_address(address).is_loopback
+        except ValueError:
+            return False
+
+    def refusal(self, user: str, vhost: str) -> str | None:
+        if not self.users.has_vhost(vhost):
+            return f"vhost '{vhost}' not found"
+        if not Permissions(self.users, user, vhost).vhost_allowed:
+            return f"access to vhost '{vhost}' refused for user '{user}'"
+        if vhost not in self.vhosts:
+            return f"vhost '{vhost}' is down"
+        return None
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """For the status page."""
+        return {
+            "node": {
+                "pid": os.getpid(),
+                "uptime": time.time() - self.started_at,
+                "memory_bytes": resident_bytes(),
+                "durability": self.config.durability,
+                "version": warren.__version__,
+                "alarms": [f"the disk of vhost '{v.name}' is full" for v in self.vhosts.values() if v.disk_full],
+            },
+            "vhosts": [vhost_status(vhost.info()) for vhost in self.vhosts.values()],
+        }

@@ -1,0 +1,196 @@
+"""Who gets the next message: the consumers of one queue, by priority, then in turns.
+
+Rules, as RabbitMQ has them:
+
+1. The highest priority that can take a message gets it; within a priority consumers take turns, message by message.
+2. A consumer that cannot take one (its prefetch is used up, its connection does not read, its channel is stopped) leaves
+   the round and comes back at the end of its priority. Lower priorities get messages only while all above are blocked.
+3. A single active consumer keeps the queue until it goes; the next is the oldest of the highest priority. A newcomer of
+   a higher priority does not push it aside.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from warren.kernel.entry import Entry
+
+MOST_AT_ONCE = 256  # messages that one consumer gets before the next one's turn, where it is alone
+
+
+class Receiver(Protocol):
+    """What a queue knows of the channel behind a consumer."""
+
+    def room(self) -> int:
+        """How many more messages the channel may be sent now; 0: it calls `QueueProcess.unblock` later."""
+
+    def send(self, consumer: Consumer, entries: list[Entry]) -> None:
+        """Deliver. What waits for an ack is the channel's to settle."""
+
+    def cancelled(self, consumer: Consumer) -> None:
+        """The queue is gone, or does not want the consumer any more: tell the client."""
+
+
+class Consumer:
+    """One basic.consume."""
+
+    __slots__ = (
+        "arguments",
+        "blocked",
+        "exclusive",
+        "no_ack",
+        "number",
+        "outstanding",
+        "prefetch",
+        "priority",
+        "queue",
+        "receiver",
+        "tag",
+        "tag_bytes",
+    )
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        tag: str,
+        *,
+        number: int = 0,
+        no_ack: bool = False,
+        prefetch: int = 0,
+        exclusive: bool = False,
+        priority: int = 0,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        self.receiver = receiver
+        self.tag = tag
+        self.tag_bytes = tag.encode("utf-8", "surrogateescape")
+        self.number = number  # the channel's own name for it
+        self.no_ack = no_ack
+        self.prefetch = 0 if no_ack else prefetch  # 0: no limit
+        self.exclusive = exclusive
+        self.priority = priority
+        self.arguments = arguments or {}
+        self.outstanding = 0  # messages that wait for an ack
+        self.blocked = False
+        self.queue: Any = None  # the QueueProcess
+
+    def room(self) -> int:
+        """How many messages it can take now."""
+        room = self.receiver.room()
+        if self.prefetch:
+            room = min(room, self.prefetch - self.outstanding)
+        return min(room, MOST_AT_ONCE)
+
+
+class Consumers:
+    """Those of one queue."""
+
+    def __init__(self, *, single_active: bool = False) -> None:
+        self._single = single_active
+        self._all: list[Consumer] = []  # in order of arrival
+        self._rounds: dict[int, deque[Consumer]] = {}  # priority -> those that can take messages, next one first
+        self._priorities: list[int] = []  # of the rounds that are not empty, highest first
+        self.active: Consumer | None = None  # the single active one
+        self.ever = False  # there was one: auto-delete waits for that
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Consumer]:
+        return iter(self._all)
+
+    @property
+    def exclusive(self) -> bool:
+        return any(consumer.exclusive for consumer in self._all)
+
+    def add(self, consumer: Consumer) -> None:
+        self.ever = True
+        self._all.append(consumer)
+        consumer.blocked = False
+        if self._single and self.active is None:
+            self.active = consumer
+        self._join(consumer)
+
+    def remove(self, consumer: Consumer) -> bool:
+        """Whether it was there."""
+        if consumer not in self._all:
+            return False
+        self._all.remove(consumer)
+        self._leave(consumer)
+        if self.active is consumer:
+            waiting = sorted(self._all, key=lambda other: -other.priority)  # stable: the oldest of the highest
+            self.active = waiting[0] if waiting else None
+            if self.active is not None and not self.active.blocked:
+                self._join(self.active)
+        return True
+
+    def block(self, consumer: Consumer) -> None:
+        if not consumer.blocked:
+            consumer.blocked = True
+            self._leave(consumer)
+
+    def unblock(self, consumer: Consumer) -> bool:
+        """It may have room again; whether it had been blocked."""
+        if not consumer.blocked:
+            return False
+        consumer.blocked = False
+        self._join(consumer)
+        return True
+
+    def waiting(self) -> bool:
+        """Is there anyone to try?"""
+        return bool(self._priorities)
+
+    def is_active(self, consumer: Consumer) -> bool:
+        """Does it get messages at all?"""
+        return not self._single or self.active is consumer
+
+    def only(self) -> Consumer | None:
+        """The next one, where nobody else of its priority takes turns with it."""
+        if self._priorities:
+            round_ = self._rounds[self._priorities[0]]
+            if len(round_) == 1:
+                return round_[0]
+        return None
+
+    def take_turns(self, count: int) -> list[tuple[Consumer, list[int]]]:
+        """Deal `count` messages: each consumer with the positions that it gets. Fewer are dealt when all are blocked;
+        who has no room left is blocked by this."""
+        dealt: dict[Consumer, list[int]] = {}
+        room: dict[Consumer, int] = {}
+        position = 0
+        while position < count and self._priorities:
+            round_ = self._rounds[self._priorities[0]]
+            consumer = round_[0]
+            if consumer not in room:
+                room[consumer] = consumer.room()
+            if room[consumer] <= 0:
+                self.block(consumer)
+                continue
+            room[consumer] -= 1
+            round_.rotate(-1)
+            dealt.setdefault(consumer, []).append(position)
+            position += 1
+        return list(dealt.items())
+
+    def _join(self, consumer: Consumer) -> None:
+        if self._single and self.active is not consumer:
+            return
+        round_ = self._rounds.get(consumer.priority)
+        if round_ is None:
+            round_ = self._rounds[consumer.priority] = deque()
+        if not round_:
+            self._priorities.append(consumer.priority)
+            self._priorities.sort(reverse=True)
+        if consumer not in round_:
+            round_.append(consumer)
+
+    def _leave(self, consumer: Consumer) -> None:
+        round_ = self._rounds.get(consumer.priority)
+        if round_ and consumer in round_:
+            round_.remove(consumer)
+            if not round_:
+                self._priorities.remove(consumer.priority)
+                del self._rounds[consumer.priority]

@@ -1,0 +1,105 @@
+"""What a message carries after its death in a queue: x-death, and where it may not go again.
+
+`x-death` is an array of tables, the latest death first, one for each pair of queue and reason. A second death of the same
+pair raises its count and moves it to the front; its time stays that of the first.
+
+A message that dies by itself in a circle (expired, pushed out by a length limit) would go round for ever. So a target is
+left out when the message died there before and nobody rejected it since: only `rejected` is a decision of a consumer.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+from warren.queueing.properties import Head, build_head, decode_head
+
+REJECTED, EXPIRED, MAXLEN, DELIVERY_LIMIT = "rejected", "expired", "maxlen", "delivery_limit"
+
+
+class Death:
+    """One message, on its way to the dead-letter exchange.
+
+    >>> from warren.queueing.properties import encode_head, headers_of
+    >>> died = Death(encode_head("", "orders", persistent=True), "orders", EXPIRED, "retry", None)
+    >>> died.keys
+    ['orders']
+    >>> headers_of(died.head)["x-first-death-reason"]
+    'expired'
+    """
+
+    def __init__(
+        self,
+        head: bytes,
+        queue: str,
+        reason: str,
+        exchange: str,
+        routing_key: str | None,
+        now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
+    ) -> None:
+        dead = decode_head(head)
+        properties = dict(dead.properties)
+        found = properties.get("headers")
+        headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
+        carbon = _texts(headers.get("CC"))
+        self.keys = [routing_key] if routing_key is not None else [dead.routing_key, *carbon]
+        self._deaths = self._died(dead, headers, carbon, queue, reason, now)
+        headers["x-death"] = self._deaths
+        if "x-first-death-reason" not in headers:
+            headers["x-first-death-reason"] = reason
+            headers["x-first-death-queue"] = queue
+            headers["x-first-death-exchange"] = dead.exchange
+        headers["x-last-death-reason"] = reason
+        headers["x-last-death-queue"] = queue
+        headers["x-last-death-exchange"] = dead.exchange
+        if routing_key is not None:
+            headers.pop("CC", None)
+        properties.pop("expiration", None)
+        properties["headers"] = headers
+        self._reason = reason
+        self.head = build_head(exchange, self.keys[0], properties)
+        self.headers = headers
+
+    @staticmethod
+    def _died(
+        dead: Head,
+        headers: dict[str, Any],
+        carbon: list[str],
+        queue: str,
+        reason: str,
+        now: Callable[[], datetime.datetime],
+    ) -> list[dict[str, Any]]:
+        before = headers.get("x-death")
+        deaths = [death for death in before if isinstance(death, dict)] if isinstance(before, list) else []
+        for position, death in enumerate(deaths):
+            if death.get("queue") == queue and death.get("reason") == reason:
+                count = death.get("count")
+                again = {**death, "count": (count if isinstance(count, int) else 0) + 1}
+                return [again, *deaths[:position], *deaths[position + 1 :]]
+        death = {
+            "count": 1,
+            "reason": reason,
+            "queue": queue,
+            "time": now().replace(microsecond=0),
+            "exchange": dead.exchange,
+            "routing-keys": [dead.routing_key, *carbon],
+        }
+        if "expiration" in dead.properties:
+            death["original-expiration"] = dead.properties["expiration"]
+        return [death, *deaths]
+
+    def allows(self, target: str) -> bool:
+        """May it go to this queue, or would it go in a circle?"""
+        if self._reason == REJECTED:
+            return True
+        for death in self._deaths:
+            if death.get("reason") == REJECTED:
+                return True
+            if death.get("queue") == target:
+                return False
+        return True
+
+
+def _texts(value: object) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

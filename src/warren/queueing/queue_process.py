@@ -1,0 +1,487 @@
+"""A queue of the broker: what happens to a message between its arrival and its ack.
+
+    deliver   overflow? -> a consumer that waits -> time to live 0 -> the backing queue -> limits, dead letters
+    run       the backing queue -> consumers, as long as there are both
+    settle    ack, requeue, reject: by the channel that owns the delivery
+
+Rules:
+
+1. Everything is done on the vhost's loop, in batches, and holds the engine's lock only while it works with the backing
+   queue. Nothing here waits for the disk: who wants a confirm asks the journal.
+2. An overflow that rejects is decided before a consumer is looked for; a waiting consumer means an empty queue.
+3. Only the head expires, and its time was fixed when it came.
+4. What leaves the queue for another one (a dead letter) leaves in one transaction with its arrival there.
+5. A queue that raises is restarted alone by its owner; what it had handed out comes back as redelivered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from warren.kernel.entry import PERSISTENT, Entry, place_entries, seqs_of
+from warren.queueing.arguments import QueueArguments
+from warren.queueing.consumers import MOST_AT_ONCE, Consumer, Consumers
+from warren.queueing.dead_letter import DELIVERY_LIMIT, EXPIRED, MAXLEN, REJECTED
+from warren.queueing.limits import Limits
+from warren.storage.vhost_store import StoredQueue, VhostStore
+
+_ALL_FLAGS = 255
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Owner(Protocol):
+    """What a queue needs of its vhost."""
+
+    store: VhostStore
+
+    def dead_letter(self, queue: QueueProcess, entries: list[Entry], reason: str, *, pending: bool) -> bool:
+        """Publish to the queue's dead-letter exchange. With `pending`, ack at the source in the same transaction.
+        False: there is no such exchange; nothing was done."""
+
+    def later(self, seconds: float, callback: Callable[[], None]) -> Cancellable: ...
+    def wake(self) -> None:
+        """There is something to commit."""
+
+    def remove_queue(self, queue: QueueProcess) -> int:
+        """The queue ends by itself: it expired, or its last consumer went."""
+
+
+class Delivered:
+    """What became of a batch."""
+
+    __slots__ = ("journaled", "rejected")
+
+    def __init__(self, rejected: list[Entry], journaled: bool) -> None:
+        self.rejected = rejected  # by the length limit
+        self.journaled = journaled  # a confirm has to wait for the next commit
+
+
+class QueueProcess:
+    def __init__(
+        self,
+        owner: Owner,
+        stored: StoredQueue,
+        arguments: QueueArguments,
+        *,
+        exclusive_to: object | None = None,
+        auto_delete: bool = False,
+    ) -> None:
+        self.name = stored.name
+        self.stored = stored
+        self.exclusive_to = exclusive_to  # the connection, of an exclusive queue
+        self.auto_delete = auto_delete
+        self.deleted = False
+        self.declared = arguments  # as opposed to what policies make of them
+        self.declared_durable = stored.durable  # an exclusive queue that was declared durable is not kept
+        self.published = self.delivered = self.acked = self.redelivered = self.gotten = 0
+        self._owner = owner
+        self._store = owner.store
+        self._lock = owner.store.lock
+        self._backing = stored.backing
+        self._seqs = stored.seqs
+        durable = stored.durable and owner.store.durability != "memory"
+        self._mask = _ALL_FLAGS if durable else _ALL_FLAGS & ~PERSISTENT
+        self._expiring = len(stored.backing) > 0  # a message with an expiry may be here
+        self._expiry_timer: Cancellable | None = None
+        self._expiry_due = 0
+        self._unused_timer: Cancellable | None = None
+        self._running = False
+        self.consumers = Consumers(single_active=arguments.single_active_consumer)
+        self.apply(arguments)
+
+    def apply(self, arguments: QueueArguments) -> None:
+        """Its arguments, or what a policy makes of them."""
+        self.arguments = arguments
+        self._limits = Limits(self.name, arguments)
+        self._limited = self._limits.has_length_limit
+        self.ttl_us = -1 if arguments.message_ttl_ms is None else arguments.message_ttl_ms * 1000
+        self.highest = arguments.max_priority or 0
+        self._rejects = self._limited and arguments.overflow != "drop-head"
+        self.used()
+        if self._limited:
+            self._drop_head()
+
+    @property
+    def durable(self) -> bool:
+        return self.stored.durable
+
+    @property
+    def exclusive(self) -> bool:
+        return self.exclusive_to is not None
+
+    def __len__(self) -> int:
+        return len(self._backing)
+
+    @property
+    def unacknowledged(self) -> int:
+        return self._backing.pending_count
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def admit(self, entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+        """Those that there is room for, and those that the overflow rejects."""
+        if not self._rejects:
+            return entries, []
+        self.expire()
+        most, most_bytes = self.arguments.max_length, self.arguments.max_length_bytes
+        count, size = len(self._backing), self._backing.ready_bytes()
+        taken: list[Entry] = []
+        rejected: list[Entry] = []
+        for entry in entries:
+            if (most is not None and count + 1 > most) or (most_bytes is not None and size + entry.size > most_bytes):
+                rejected.append(entry)
+            else:
+                taken.append(entry)
+                count += 1
+                size += entry.size
+        if rejected and self.arguments.overflow == "reject-publish-dlx":
+            self._owner.dead_letter(self, rejected, MAXLEN, pending=False)
+        return taken, rejected
+
+    def deliver(self, entries: list[Entry]) -> Delivered:
+        """Messages arrive; they are this queue's own objects from now on."""
+        entries, rejected = self.admit(entries)
+        if not entries:
+            return Delivered(rejected, False)
+        count = len(entries)
+        self.published += count
+        if not self._seqs.available(count):
+            self._store.reserve(self.stored, count)
+        with self._lock:
+            self._store.committer.check_publish()
+            place_entries(entries, self._seqs.take(count), self.highest, self._mask, self.ttl_us)
+            journaled = False
+            if self.consumers.waiting() and self._backing.is_empty():
+                entries, journaled = self._hand_over(entries)
+            if entries and not self._is_pointless():
+                self._backing.publish(entries)
+                journaled = journaled or any(entry.flags & PERSISTENT for entry in entries)
+                self._arrived(entries)
+        return Delivered(rejected, journaled)
+
+    def accept(self, entries: list[Entry]) -> None:
+        """Messages came to the backing queue by another way: fan-out, a transaction."""
+        self.published += len(entries)
+        self._arrived(entries)
+        self.run()
+
+    def _arrived(self, entries: list[Entry]) -> None:
+        if not self._expiring and any(entry.expiry for entry in entries):
+            self._expiring = True
+        if self._limited and not self._rejects:
+            self._drop_head()
+        if self._expiring:
+            self.expire()
+
+    def _is_pointless(self) -> bool:
+        """Nobody took it at once, and it may not wait."""
+        return self.ttl_us == 0 and self.arguments.dead_letter_exchange is None
+
+    def _hand_over(self, entries: list[Entry]) -> tuple[list[Entry], bool]:
+        """Straight to consumers that wait: what they did not take, and whether anything was journaled."""
+        shares = self._shares(len(entries))
+        taken = sum(len(positions) for _, positions in shares)
+        if not taken:
+            return entries, False
+        kept = [entry for consumer, positions in shares if not consumer.no_ack for entry in _pick(entries, positions)]
+        if kept:
+            self._backing.publish_delivered(kept if len(shares) == 1 else sorted(kept, key=lambda entry: entry.seq))
+        self._send(shares, entries)
+        return entries[taken:], any(entry.flags & PERSISTENT for entry in kept)
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def _shares(self, count: int) -> list[tuple[Consumer, list[int]]]:
+        """Who gets which of the next `count` messages."""
+        alone = self.consumers.only()
+        if alone is None:
+            return self.consumers.take_turns(count)
+        room = min(alone.room(), count)
+        if room <= 0:
+            self.consumers.block(alone)
+            return self._shares(count) if self.consumers.waiting() else []
+        return [(alone, list(range(room)))]
+
+    def _send(self, shares: list[tuple[Consumer, list[int]]], entries: list[Entry]) -> None:
+        for consumer, positions in shares:
+            part = _pick(entries, positions)
+            if not consumer.no_ack:
+                consumer.outstanding += len(part)
+            self.delivered += len(part)
+            consumer.receiver.send(consumer, part)
+
+    def run(self) -> None:
+        """Deliver as long as there are messages and consumers that can take them."""
+        if self._running or self.deleted:
+            return
+        self._running = True
+        try:
+            while self.consumers.waiting() and not self._backing.is_empty():
+                if self._expiring:
+                    self.expire()
+                shares = self._shares(min(len(self._backing), MOST_AT_ONCE))
+                count = sum(len(positions) for _, positions in shares)
+                if not count:
+                    break
+                with self._lock:
+                    self._run_batch(shares, count)
+        finally:
+            self._running = False
+
+    def _run_batch(self, shares: list[tuple[Consumer, list[int]]], count: int) -> None:
+        without_ack = all(consumer.no_ack for consumer, _ in shares)
+        entries = self._backing.fetch(count, ack_required=not without_ack)
+        if without_ack:
+            self._owner.wake()
+        if self._expiring and (gone := self._limits.expired_among(entries, _now())):
+            self._bury(entries, set(gone), pending=not without_ack)
+            entries = [entry for entry in entries if entry.seq not in set(gone)]
+        if not without_ack:
+            settled = [
+                entry.seq for consumer, positions in shares if consumer.no_ack for entry in _pick(entries, positions)
+            ]
+            if settled:
+                self._backing.ack(settled)
+                self._owner.wake()
+        self._send(shares, entries)
+
+    def _bury(self, entries: list[Entry], gone: set[int], *, pending: bool) -> None:
+        """Messages that expired while others before them were fetched."""
+        dead = [entry for entry in entries if entry.seq in gone]
+        self._limits.expired += len(dead)
+        self._end(dead, EXPIRED, pending=pending)
+
+    def _end(self, entries: list[Entry], reason: str, *, pending: bool) -> None:
+        """To the dead-letter exchange, or nowhere."""
+        has_exchange = self.arguments.dead_letter_exchange is not None
+        if has_exchange and self._owner.dead_letter(self, entries, reason, pending=pending):
+            return
+        if pending:
+            self._backing.ack(seqs_of(entries))
+            self._owner.wake()
+
+    def get(self, no_ack: bool) -> Entry | None:
+        """For basic.get."""
+        self.used()
+        if self._expiring:
+            self.expire()
+        with self._lock:
+            entries = self._backing.fetch(1, ack_required=not no_ack)
+        if not entries:
+            return None
+        self.gotten += 1
+        if no_ack:
+            self._owner.wake()
+        return entries[0]
+
+    def is_redelivered(self, entry: Entry) -> bool:
+        return entry.seq < self._backing.redelivered_below or entry.seq in self._backing.returned
+
+    @property
+    def redelivered_below(self) -> int:
+        return self._backing.redelivered_below
+
+    @property
+    def returned(self) -> Any:
+        return self._backing.returned
+
+    # -- settling ----------------------------------------------------------------------------------------------------
+
+    def ack(self, seqs: list[int]) -> None:
+        if self.deleted:
+            return
+        with self._lock:
+            self.acked += len(self._backing.ack(seqs))
+        self._owner.wake()
+
+    def reject(self, seqs: list[int]) -> None:
+        """Not wanted, and not to be tried again."""
+        if self.deleted:
+            return
+        with self._lock:
+            self._settle_dead(seqs, REJECTED)
+        self._owner.wake()
+
+    def _settle_dead(self, seqs: list[int], reason: str) -> None:
+        if self.arguments.dead_letter_exchange is None:
+            self._backing.ack(seqs)
+            return
+        entries: list[Entry] = self._backing.ackfold(lambda entry, found: [*found, entry], [], seqs)
+        self._end(entries, reason, pending=True)
+
+    def requeue(self, seqs: list[int]) -> None:
+        """Back to where they were."""
+        if self.deleted:
+            return
+        with self._lock:
+            spent = self._limits.over_delivery_limit(self._backing, seqs)
+            if spent:
+                self._settle_dead(spent, DELIVERY_LIMIT)
+                gone = set(spent)
+                seqs = [seq for seq in seqs if seq not in gone]
+            self.redelivered += len(self._backing.requeue(seqs))
+            if self._limited and not self._rejects:
+                self._drop_head()
+        self._expiring = True
+        self._owner.wake()
+        self.run()
+
+    def settled(self, consumer: Consumer, count: int) -> None:
+        """The channel settled so many of a consumer's messages: it may have room again."""
+        consumer.outstanding -= count
+        if consumer.blocked and self.consumers.unblock(consumer):
+            self.run()
+
+    def unblock(self, consumer: Consumer) -> None:
+        """Its channel has room again."""
+        if self.consumers.unblock(consumer):
+            self.run()
+
+    # -- consumers ---------------------------------------------------------------------------------------------------
+
+    def consume(self, consumer: Consumer) -> None:
+        consumer.queue = self
+        self.consumers.add(consumer)
+        self._stop_unused_timer()
+
+    def cancel(self, consumer: Consumer) -> None:
+        """It gets nothing more. The last one takes an auto-delete queue with it."""
+        if not self.consumers.remove(consumer):
+            return
+        if not len(self.consumers):
+            if self.auto_delete and not self.deleted:
+                self._owner.remove_queue(self)
+                return
+            self.used()
+        self.run()
+
+    # -- limits and times --------------------------------------------------------------------------------------------
+
+    def _drop_head(self) -> None:
+        """Bring the queue back to its limit; what is pushed out is a dead letter."""
+        backing, arguments = self._backing, self.arguments
+        if self._rejects:
+            return
+        while not backing.is_empty():
+            over = len(backing) - arguments.max_length if arguments.max_length is not None else 0
+            if over <= 0:
+                if arguments.max_length_bytes is None or backing.ready_bytes() <= arguments.max_length_bytes:
+                    return
+                over = 1
+            if arguments.dead_letter_exchange is None:
+                self._limits.overflowed += len(backing.drop(min(over, MOST_AT_ONCE)))
+                continue
+            entries = backing.fetch(min(over, MOST_AT_ONCE))
+            if not entries:
+                return
+            self._limits.overflowed += len(entries)
+            self._end(entries, MAXLEN, pending=True)
+
+    def expire(self) -> None:
+        """Expired messages leave from the head; the next one sets the timer."""
+        backing = self._backing
+        now = _now()
+        with self._lock:
+            head = backing.peek()
+            if head is not None and 0 < head.expiry <= now:
+                if self.arguments.dead_letter_exchange is None:
+                    self._limits.drop_expired(backing, now)
+                    self._owner.wake()
+                else:
+                    dead: list[Entry] = []
+                    _, dead = backing.fetchwhile(
+                        lambda entry: 0 < entry.expiry <= now, lambda entry, found: [*found, entry], dead
+                    )
+                    self._limits.expired += len(dead)
+                    self._end(dead, EXPIRED, pending=True)
+                head = backing.peek()
+        if head is None:
+            self._expiring = backing.depth() > 0
+        elif head.expiry:
+            self._expire_at(head.expiry)
+
+    def _expire_at(self, due: int) -> None:
+        if self._expiry_timer is not None:
+            if self._expiry_due - due <= 1000:
+                return
+            self._expiry_timer.cancel()
+        self._expiry_due = due
+        self._expiry_timer = self._owner.later(max(0.0, (due - _now()) / 1e6) + 0.001, self._expiry_fired)
+
+    def _expiry_fired(self) -> None:
+        self._expiry_timer = None
+        if not self.deleted:
+            self.expire()
+
+    def used(self) -> None:
+        """Somebody looked at it: an expiring queue has its time again."""
+        self._stop_unused_timer()
+        if self.arguments.expires_ms is not None and not len(self.consumers) and not self.deleted:
+            self._unused_timer = self._owner.later(self.arguments.expires_ms / 1000, self._unused)
+
+    def _stop_unused_timer(self) -> None:
+        if self._unused_timer is not None:
+            self._unused_timer.cancel()
+            self._unused_timer = None
+
+    def _unused(self) -> None:
+        self._unused_timer = None
+        if not self.deleted and not len(self.consumers):
+            self._owner.remove_queue(self)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def purge(self) -> int:
+        with self._lock:
+            count = self._backing.purge()
+        self._owner.wake()
+        return count
+
+    def stop(self) -> None:
+        """The queue is gone: no timer fires any more, consumers are told."""
+        self.deleted = True
+        self._stop_unused_timer()
+        if self._expiry_timer is not None:
+            self._expiry_timer.cancel()
+            self._expiry_timer = None
+        for consumer in list(self.consumers):
+            self.consumers.remove(consumer)
+            consumer.receiver.cancelled(consumer)
+
+    def info(self) -> dict[str, Any]:
+        """For the status page and, later, the management API; RabbitMQ's names."""
+        with self._lock:
+            inside = self._backing.info()
+        return {
+            "name": self.name,
+            "durable": self.durable,
+            "auto_delete": self.auto_delete,
+            "exclusive": self.exclusive,
+            "arguments": dict(self.stored.record.arguments),
+            "messages": len(self._backing) + self._backing.pending_count,
+            "messages_ready": len(self._backing),
+            "messages_unacknowledged": self._backing.pending_count,
+            "consumers": len(self.consumers),
+            "published": self.published,
+            "delivered": self.delivered,
+            "acked": self.acked,
+            "redelivered": self.redelivered,
+            "expired": self._limits.expired,
+            "overflowed": self._limits.overflowed,
+            "backing": inside,
+        }
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
+
+
+def _pick(entries: list[Entry], positions: list[int]) -> list[Entry]:
+    if positions and positions[-1] - positions[0] == len(positions) - 1:
+        return entries[positions[0] : positions[-1] + 1]
+    return [entries[position] for position in positions if position < len(entries)]

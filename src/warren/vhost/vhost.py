@@ -1,0 +1,363 @@
+"""One vhost of the broker: its queues, exchanges and bindings, and the ways between them.
+
+It is the same object in a process of its own, inline, and in tests. Everything but commits and upkeep of the store runs on
+one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from warren.amqp.errors import AmqpError
+from warren.errors import QueueArgumentError, WarrenError
+from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, copy_entries, seqs_of
+from warren.queueing.arguments import QueueArguments, known_arguments
+from warren.queueing.dead_letter import Death
+from warren.queueing.queue_process import Cancellable, QueueProcess
+from warren.routing.binding import Binding
+from warren.routing.exchange import Exchange
+from warren.routing.router import Removed, Router
+from warren.storage.settings import EngineSettings
+from warren.storage.vhost_store import StoredQueue, VhostStore
+from warren.vhost.commits import Commits
+
+log = logging.getLogger("warren.vhost")
+
+
+class Vhost:
+    def __init__(
+        self,
+        data_directory: str,
+        name: str,
+        *,
+        durability: str = "fsync",
+        settings: EngineSettings | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        max_message_size: int = 134_217_728,
+        failed: Callable[[WarrenError], None] = lambda error: None,
+    ) -> None:
+        self.name = name
+        self.max_message_size = max_message_size
+        self._loop = loop or asyncio.get_running_loop()
+        self.store = VhostStore(data_directory, name, durability=durability, settings=settings)
+        self.commits = Commits(self.store, self._loop, self._on_failed, self._on_full)
+        self.router = Router(name)
+        self.queues: dict[str, QueueProcess] = {}
+        self.connections: set[Any] = set()
+        self.departing: set[Any] = set()  # told to go, and not gone yet
+        self.reply_channels: dict[str, Any] = {}  # token -> channel that consumes from amq.rabbitmq.reply-to
+        self.disk_full = False
+        self.failure: WarrenError | None = None
+        self.started_at = time.time()
+        self._failed = failed
+        self._moves = 0  # dead letters that wait for their commit
+        self._recover()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Queues, then exchanges and bindings, and only then may queues act: they may send to each other."""
+        for stored in list(self.store.queues.values()):
+            self._add(stored, None, stored.record.auto_delete)
+        metadata = self.store.metadata
+        for row in metadata.exchanges():
+            exchange = Exchange(
+                name=row.name,
+                type=row.type,
+                durable=True,
+                auto_delete=row.auto_delete,
+                internal=row.internal,
+                arguments=dict(row.arguments),
+            )
+            self.router.declare(exchange)
+        for bound in metadata.bindings():
+            self.router.bind(
+                Binding(
+                    source=bound.source,
+                    destination_kind=bound.destination_kind,
+                    destination=bound.destination,
+                    routing_key=bound.routing_key,
+                    arguments=dict(bound.arguments),
+                )
+            )
+        for queue in list(self.queues.values()):
+            queue.expire()
+
+    async def stop(self) -> None:
+        """A clean stop: connections are closed by their owner before."""
+        for queue in self.queues.values():
+            queue.deleted = True  # no timer acts from now on
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self.commits.stop()
+        self.store.close()
+
+    def _on_failed(self, error: WarrenError) -> None:
+        log.error("vhost %r failed: %s", self.name, error)
+        self.failure = error
+        self._failed(error)
+
+    def _on_full(self, is_full: bool) -> None:
+        self.disk_full = is_full
+        log.warning("the disk of vhost %r %s", self.name, "is full" if is_full else "has room again")
+        for connection in list(self.connections):
+            connection.alarm_changed()
+
+    def later(self, seconds: float, callback: Callable[[], None]) -> Cancellable:
+        return self._loop.call_later(seconds, callback)
+
+    def wake(self) -> None:
+        self.commits.wake()
+
+    # -- queues ------------------------------------------------------------------------------------------------------
+
+    def _add(self, stored: StoredQueue, exclusive_to: object | None, auto_delete: bool) -> QueueProcess:
+        arguments = QueueArguments.parse(known_arguments(stored.record.arguments))
+        queue = QueueProcess(self, stored, arguments, exclusive_to=exclusive_to, auto_delete=auto_delete)
+        self.queues[stored.name] = queue
+        self.router.add_queue(stored.name)
+        return queue
+
+    def queue(self, name: str) -> QueueProcess:
+        queue = self.queues.get(name)
+        if queue is None:
+            raise AmqpError(404, f"no queue '{name}' in vhost '{self.name}'")
+        return queue
+
+    def declare_queue(
+        self,
+        name: str,
+        *,
+        durable: bool,
+        exclusive_to: object | None,
+        auto_delete: bool,
+        arguments: dict[str, Any],
+    ) -> QueueProcess:
+        """A new queue. Requires: there is none of this name."""
+        try:
+            QueueArguments.parse(known_arguments(arguments))
+        except QueueArgumentError as error:
+            raise AmqpError(406, f"invalid arg for queue '{name}' in vhost '{self.name}': {error}") from None
+        # An exclusive queue goes with its connection: no restart may find it.
+        kept = durable and exclusive_to is None
+        try:
+            stored = self.store.declare(name, durable=kept, arguments=arguments, auto_delete=auto_delete)
+        except TypeError as error:
+            raise AmqpError(406, f"queue '{name}' in vhost '{self.name}': {error}") from None
+        self.wake()
+        queue = self._add(stored, exclusive_to, auto_delete)
+        queue.declared_durable = durable
+        return queue
+
+    def check_same_queue(
+        self, queue: QueueProcess, durable: bool, exclusive: bool, auto_delete: bool, arguments: dict[str, Any]
+    ) -> None:
+        """Raises AmqpError where a redeclare asks for another queue."""
+        where = f"for queue '{queue.name}' in vhost '{self.name}'"
+        for what, received, current in (
+            ("durable", durable, queue.declared_durable),
+            ("exclusive", exclusive, queue.exclusive),
+            ("auto_delete", auto_delete, queue.auto_delete),
+        ):
+            if received != current:
+                raise AmqpError(
+                    406,
+                    f"inequivalent arg '{what}' {where}: received '{str(received).lower()}' but current is "
+                    f"'{str(current).lower()}'",
+                )
+        try:
+            wanted = QueueArguments.parse(known_arguments(arguments))
+        except QueueArgumentError as error:
+            raise AmqpError(406, f"invalid arg {where}: {error}") from None
+        for argument, ours, theirs in queue.declared.differences(wanted):
+            raise AmqpError(
+                406,
+                f"inequivalent arg '{argument}' {where}: received {_shown(theirs)} but current is {_shown(ours)}",
+            )
+
+    def remove_queue(self, queue: QueueProcess) -> int:
+        """Delete it, with everything in it and all its bindings; how many messages were ready."""
+        if self.queues.get(queue.name) is not queue:
+            return 0
+        del self.queues[queue.name]
+        removed = self.router.remove_queue(queue.name)
+        self._forget(removed)
+        queue.stop()
+        return self.store.delete(queue.name)
+
+    def release_exclusive(self, connection: object) -> None:
+        """The connection is gone, and with it its queues."""
+        for queue in [queue for queue in self.queues.values() if queue.exclusive_to is connection]:
+            self.remove_queue(queue)
+
+    # -- exchanges and bindings --------------------------------------------------------------------------------------
+
+    def declare_exchange(self, exchange: Exchange) -> None:
+        self.router.declare(exchange)
+        if exchange.durable:
+            with self.store.lock:
+                self.store.metadata.put_exchange(exchange)
+
+    def delete_exchange(self, name: str, if_unused: bool) -> None:
+        self._forget(self.router.delete(name, if_unused))
+
+    def bind(self, binding: Binding) -> None:
+        if self.router.bind(binding) and self._is_durable(binding):
+            with self.store.lock:
+                self.store.metadata.put_binding(binding)
+
+    def unbind(self, binding: Binding) -> None:
+        self._forget(self.router.unbind(binding))
+
+    def _is_durable(self, binding: Binding) -> bool:
+        if not self.router.exchanges[binding.source].durable:
+            return False
+        if binding.destination_kind == "queue":
+            return self.queues[binding.destination].durable
+        return self.router.exchanges[binding.destination].durable
+
+    def _forget(self, removed: Removed) -> None:
+        if not removed.exchanges and not removed.bindings:
+            return
+        metadata = self.store.metadata
+        with self.store.lock, metadata.transaction():
+            metadata.delete_bindings(removed.bindings)
+            for exchange in removed.exchanges:
+                if exchange.durable:
+                    metadata.delete_exchange(exchange.name)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def deliver(self, names: tuple[str, ...], entries: list[Entry]) -> tuple[list[Entry], bool]:
+        """To all these queues. The entries that one of them rejected, and whether a confirm waits for a commit."""
+        if len(names) == 1:
+            queue = self.queues.get(names[0])
+            if queue is None:
+                return [], False
+            done = queue.deliver(entries)
+            return done.rejected, done.journaled
+        targets = [queue for name in names if (queue := self.queues.get(name)) is not None]
+        if entries[0].flags & PERSISTENT and sum(queue.durable for queue in targets) > 1:
+            return self._fan_out(targets, entries)
+        rejected: list[Entry] = []
+        journaled = False
+        for queue in targets:
+            copies = copy_entries(entries)
+            done = queue.deliver(copies)
+            journaled = journaled or done.journaled
+            if done.rejected:
+                gone = set(map(id, done.rejected))
+                rejected += [entry for entry, copy in zip(entries, copies, strict=True) if id(copy) in gone]
+        return rejected, journaled
+
+    def _fan_out(self, targets: list[QueueProcess], entries: list[Entry]) -> tuple[list[Entry], bool]:
+        """One record and one body for all queues."""
+        rejected: list[Entry] = []
+        for entry in entries:
+            room = [queue for queue in targets if queue.admit([entry])[0]]
+            if len(room) < len(targets):
+                rejected.append(entry)
+            if room:
+                made = self.store.fan_out(
+                    [queue.stored for queue in room],
+                    entry.head,
+                    entry.body,
+                    persistent=True,
+                    published_at=entry.published_at,
+                    expiry=entry.expiry,
+                    level=entry.level,
+                    times_to_live=[queue.ttl_us for queue in room],
+                )
+                for queue, copy in zip(room, made, strict=True):
+                    queue.accept([copy])
+        self.wake()
+        return rejected, True
+
+    def dead_letter(self, queue: QueueProcess, entries: list[Entry], reason: str, *, pending: bool) -> bool:
+        arguments = queue.arguments
+        exchange = arguments.dead_letter_exchange
+        if exchange is None or (exchange and exchange not in self.router.exchanges):
+            return False
+        publishes: list[tuple[StoredQueue, Entry]] = []
+        arrived: dict[QueueProcess, list[Entry]] = {}
+        now = time.time_ns() // 1000
+        for entry in entries:
+            death = Death(entry.head, queue.name, reason, exchange, arguments.dead_letter_routing_key)
+            headers = death.headers
+            for name in self.router.route_many(exchange, death.keys, partial(dict, headers)):
+                target = self.queues.get(name)
+                if target is None or not death.allows(name):
+                    continue
+                copy = Entry(0, death.head, entry.body, entry.flags & ~IN_STORE, now)
+                copy.level = min(entry.level, target.highest)
+                if not target.durable:
+                    copy.flags = 0
+                if target.ttl_us >= 0:
+                    copy.expiry = now + target.ttl_us
+                if target.admit([copy])[0]:
+                    publishes.append((target.stored, copy))
+                    arrived.setdefault(target, []).append(copy)
+        acks = [(queue.stored, seqs_of(entries))] if pending else []
+
+        def committed() -> None:  # by the thread of the commits, with the engine's lock
+            self._loop.call_soon_threadsafe(self._moved, arrived)
+
+        self._moves += 1
+        self.store.transact_later(publishes, acks, committed)
+        self.wake()
+        return True
+
+    def _moved(self, arrived: dict[QueueProcess, list[Entry]]) -> None:
+        self._moves -= 1
+        for queue, entries in arrived.items():
+            if not queue.deleted:
+                queue.accept(entries)
+
+    def delay(self, exchange: str, keys: list[str], milliseconds: int, entry: Entry, channel: Any) -> None:
+        """Hold a message back before it is routed."""
+        raise AmqpError(540, "x-delay is not implemented yet")
+
+    def is_reply_name(self, name: str) -> bool:
+        """Does a channel wait for replies under this name?"""
+        return name.removeprefix("amq.rabbitmq.reply-to.") in self.reply_channels
+
+    # -- names -------------------------------------------------------------------------------------------------------
+
+    def new_name(self) -> str:
+        """For a queue that the client left unnamed."""
+        while True:
+            name = f"amq.gen-{secrets.token_urlsafe(16)}"
+            if name not in self.queues:
+                return name
+
+    def info(self) -> dict[str, Any]:
+        """For the status page."""
+        return {
+            "name": self.name,
+            "state": "failed" if self.failure else "running",
+            "pid": os.getpid(),
+            "connections": len(self.connections),
+            "channels": sum(len(connection.channels) for connection in self.connections),
+            "disk_full": self.disk_full,
+            "queues": [queue.info() for queue in self.queues.values()],
+        }
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else f"the value '{value}' of type '{_type_name(value)}'"
+
+
+def _type_name(value: object) -> str:
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "signedint"
+    return "longstr" if isinstance(value, str) else type(value).__name__
