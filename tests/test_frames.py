@@ -247,7 +247,7 @@ def test_a_message_that_is_too_large_is_told_once_and_swallowed():
     assert scanner.error is None
 
 
-def test_a_client_may_leave_a_message_that_is_too_large_unfinished_and_close_the_channel():
+def test_a_client_may_leave_a_message_that_is_too_large_unfinished():
     for method in (b"\0\x14\0\x28", b"\0\x14\0\x29"):
         data = publish_method() + content_header(11) + content_body(b"12345") + method_frame(1, method)
         events, scanner = scan(data, max_message_size=10)
@@ -277,7 +277,7 @@ def test_a_frame_of_just_the_agreed_size_passes_and_one_byte_more_does_not():
     # Its first seven bytes are enough.
     _, scanner = scan(head + content_body(bytes(FRAME_MAX - 7))[:7], frame_max=FRAME_MAX)
     assert scanner.error == (
-        501, "FRAME_ERROR - type 3, all octets = <<>>: {frame_too_large,4089,4088}", 0, 0
+        501, "type 3, all octets = <<>>: {frame_too_large,4089,4088}", 0, 0
     )  # fmt: skip
     _, scanner = scan(head + content_body(bytes(90_000)), frame_max=0)
     assert scanner.error is None
@@ -340,6 +340,45 @@ def test_a_forgotten_channel_begins_anew():
     assert scanner.error is None
 
 
+@pytest.mark.parametrize("sent", range(1, 5))
+def test_the_rest_of_a_message_on_a_channel_that_was_closed_meanwhile_is_swallowed(sent):
+    """The client publishes on until it has seen channel.close, and that is no error."""
+    message = [publish_method(), content_header(6), content_body(b"123"), content_body(b"456")]
+    scanner = FrameScanner()
+    scanner.feed(b"".join(message[:sent]), NOW)
+    scanner.forget(1)
+    scanner.forget(1)
+    assert scanner.buffered == 0
+    assert scanner.feed(b"".join(message[sent:]), NOW) == []
+    events = scanner.feed(b"".join(message) + method_frame(1, b"\0\x14\0\x29"), NOW)
+    assert [event[0] for event in events] == [PUBLISH, METHOD]
+    assert (scanner.error, scanner.buffered) == (None, 0)
+
+
+@pytest.mark.parametrize("sent", range(1, 4))
+def test_a_message_on_a_channel_that_was_closed_meanwhile_may_stay_unfinished(sent):
+    message = [publish_method(), content_header(6), content_body(b"123")]
+    scanner = FrameScanner()
+    scanner.feed(b"".join(message[:sent]), NOW)
+    scanner.forget(1)
+    assert [event[0] for event in scanner.feed(method_frame(1, b"\0\x14\0\x29"), NOW)] == [METHOD]
+    assert scanner.error is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "out_of_turn"),
+    [(publish_method(), content_body(b"x")), (publish_method() + content_header(6), content_header(6))],
+    ids=["body before header", "two headers"],
+)
+def test_what_is_swallowed_must_still_be_in_turn(sent, out_of_turn):
+    scanner = FrameScanner()
+    scanner.feed(sent, NOW)
+    scanner.forget(1)
+    assert scanner.feed(out_of_turn, NOW) == []
+    assert scanner.error is not None
+    assert scanner.error[0] == 505
+
+
 def test_a_long_head_is_not_kept_when_its_message_is_done():
     long_head = b"\x20\0" + struct.pack(">I", 5005 + 2) + b"\1a" + b"S" + struct.pack(">I", 5000) + bytes(5000)
     events, scanner = scan(publishes(1, b"", b"q", 0, long_head, [b"x", b"y"], 0))
@@ -352,14 +391,14 @@ def test_a_long_head_is_not_kept_when_its_message_is_done():
 
 # ---- inbound: errors ----
 
-EXPECTED_METHOD = (505, "UNEXPECTED_FRAME - expected method frame, got non method frame instead", 0, 0)
+EXPECTED_METHOD = (505, "expected method frame, got non method frame instead", 0, 0)
 EXPECTED_HEADER = (
     505,
-    "UNEXPECTED_FRAME - expected content header for class 60, got non content header frame instead",
+    "expected content header for class 60, got non content header frame instead",
     60,
     40,
 )
-EXPECTED_BODY = (505, "UNEXPECTED_FRAME - expected content body, got non content body frame instead", 60, 40)
+EXPECTED_BODY = (505, "expected content body, got non content body frame instead", 60, 40)
 
 
 @pytest.mark.parametrize(
@@ -376,36 +415,36 @@ EXPECTED_BODY = (505, "UNEXPECTED_FRAME - expected content body, got non content
         (publish_method() + content_header(2) + content_body(b"x") + publish_method(), EXPECTED_BODY),
         (
             publish_method() + content_header(2, class_id=50),
-            (505, "UNEXPECTED_FRAME - expected content header for class 60, got one for class 50 instead", 60, 40),
+            (505, "expected content header for class 60, got one for class 50 instead", 60, 40),
         ),
         (
             publish_method() + content_header(2, weight=1),
-            (501, "FRAME_ERROR - content header with weight 1, it must be 0", 60, 40),
+            (501, "content header with weight 1, it must be 0", 60, 40),
         ),
         (
             publish_method() + content_header(2) + content_body(b"123"),
-            (501, "FRAME_ERROR - content body frame exceeds remaining content size", 60, 40),
+            (501, "content body frame exceeds remaining content size", 60, 40),
         ),
         (
             publish_method() + content_header(2) + content_body(b"1") + content_body(b"23"),
-            (501, "FRAME_ERROR - content body frame exceeds remaining content size", 60, 40),
+            (501, "content body frame exceeds remaining content size", 60, 40),
         ),
         (
             publish_method() + content_header(2, b"\0"),
-            (502, "SYNTAX_ERROR - malformed properties, all octets = <<0>>", 60, 40),
+            (502, "malformed properties, all octets = <<0>>", 60, 40),
         ),
-        (a_frame(8, 1, b""), (505, "UNEXPECTED_FRAME - type 8, all octets = <<>>", 0, 0)),
-        (a_frame(8, 0, b"x"), (501, 'FRAME_ERROR - type 8, all octets = <<"x">>: unknown_frame', 0, 0)),
-        (a_frame(3, 0, b"\1\2"), (505, "UNEXPECTED_FRAME - type 3, all octets = <<1,2>>", 0, 0)),
-        (a_frame(4, 1, bytes(17)), (501, f"FRAME_ERROR - type 4, first 16 octets = <<{'0,' * 15}0>>: unknown_frame", 0, 0)),
-        (a_frame(1, 1, b"\0\x3c\0"), (501, "FRAME_ERROR - type 1, all octets = <<0,60,0>>: unknown_frame", 0, 0)),
-        (a_frame(2, 1, b"\0\x3c"), (501, "FRAME_ERROR - type 2, all octets = <<0,60>>: unknown_frame", 0, 0)),
+        (a_frame(8, 1, b""), (505, "type 8, all octets = <<>>", 0, 0)),
+        (a_frame(8, 0, b"x"), (501, 'type 8, all octets = <<"x">>: unknown_frame', 0, 0)),
+        (a_frame(3, 0, b"\1\2"), (505, "type 3, all octets = <<1,2>>", 0, 0)),
+        (a_frame(4, 1, bytes(17)), (501, f"type 4, first 16 octets = <<{'0,' * 15}0>>: unknown_frame", 0, 0)),
+        (a_frame(1, 1, b"\0\x3c\0"), (501, "type 1, all octets = <<0,60,0>>: unknown_frame", 0, 0)),
+        (a_frame(2, 1, b"\0\x3c"), (501, "type 2, all octets = <<0,60>>: unknown_frame", 0, 0)),
         (
             a_frame(1, 1, b"\0\x14\0\x28", b"\xcd"),
-            (501, "FRAME_ERROR - type 1, all octets = <<0,20,0,40>>: {invalid_frame_end_marker,205}", 0, 0),
+            (501, "type 1, all octets = <<0,20,0,40>>: {invalid_frame_end_marker,205}", 0, 0),
         ),
-        (a_frame(1, 1, b"\0\x3c\0\x50" + bytes(8)), (501, "FRAME_ERROR - cannot decode <<0,0,0,0,0,0,0,0>>", 60, 80)),
-        (a_frame(1, 1, b"\0\x3c\0\x28" + b"\0\0\5ab"), (501, "FRAME_ERROR - cannot decode <<0,0,5,97,98>>", 60, 40)),
+        (a_frame(1, 1, b"\0\x3c\0\x50" + bytes(8)), (501, "cannot decode <<0,0,0,0,0,0,0,0>>", 60, 80)),
+        (a_frame(1, 1, b"\0\x3c\0\x28" + b"\0\0\5ab"), (501, "cannot decode <<0,0,5,97,98>>", 60, 40)),
     ],
 )  # fmt: skip
 def test_what_the_protocol_forbids_is_a_connection_error_and_what_came_before_it_counts(data, error):
@@ -418,10 +457,10 @@ def test_what_the_protocol_forbids_is_a_connection_error_and_what_came_before_it
     assert scanner.buffered == 0
 
 
-def test_a_reply_text_fits_into_a_short_string():
+def test_the_text_of_an_error_does_not_grow_with_what_was_sent():
     _, scanner = scan(a_frame(1, 1, b"\0\x3c\0\x28" + b"\xff" * 3000))
     assert scanner.error is not None
-    assert len(scanner.error[1]) == 255
+    assert len(scanner.error[1]) < 600
 
 
 @pytest.mark.parametrize(
@@ -438,14 +477,14 @@ def test_frames_above_the_highest_channel_are_refused():
     scanner = FrameScanner()
     scanner.highest_channel = 2
     assert len(scanner.feed(ack_frame(2, 1, False) + ack_frame(3, 1, False), NOW)) == 1
-    assert scanner.error == (504, "CHANNEL_ERROR - channel 3 is above the negotiated 2", 0, 0)
+    assert scanner.error == (504, "channel 3 is above the negotiated 2", 0, 0)
 
 
 def test_before_a_connection_is_open_only_channel_0_is_heard():
     scanner = FrameScanner()
     scanner.highest_channel = 0
     assert len(scanner.feed(method_frame(0, b"\0\x0a\0\x0b") + content_body(b"x"), NOW)) == 1
-    assert scanner.error == (505, 'UNEXPECTED_FRAME - type 3, all octets = <<"x">>', 0, 0)
+    assert scanner.error == (505, 'type 3, all octets = <<"x">>', 0, 0)
 
 
 # ---- inbound: properties ----

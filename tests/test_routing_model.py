@@ -15,7 +15,7 @@ from warren.routing.router import Removed, Router
 from warren.routing.topic_trie import words
 
 NAMES = ("u", "v", "w", "x")
-QUEUES = ("a", "b", "c")
+QUEUES = ("a", "b", "x")  # x is an exchange, too
 ROUTING_KEYS = ("", "k", "k.l", "l")
 PATTERNS = (*ROUTING_KEYS, "#", "*", "k.#")
 HEADERS = ({}, {"h": 1}, {"h": 2, "i": 1})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from warren.amqp.declarations import REPLY_TO, Declarations
@@ -60,6 +61,7 @@ class Channel(Declarations):
         self._waiting = 0  # everything up to it is confirmed with a commit to come
         self._to_confirm = 0  # everything up to it is safe, and not told yet
         self._nacks: list[int] = []
+        self._nacked: deque[int] = deque()  # told, and above what was confirmed
         self._reply_token: str | None = None
         self._reply_consumer: Consumer | None = None
 
@@ -221,15 +223,22 @@ class Channel(Declarations):
             self.connection.confirms_pending(self)
 
     def flush_confirms(self) -> None:
-        """Tell the publisher what became of its messages; once a turn of the loop."""
+        """Tell the publisher what became of its messages; once a turn of the loop. A message is told once: acks leave out
+        what was nacked, or a client would take the ack for that of its next message."""
         for number in self._nacks:
             self.connection.send(nack_frame(self.number, number, False))
+        self._nacked += self._nacks
         self._nacks.clear()
-        if self._to_confirm > self._confirmed:
-            multiple = self._to_confirm > self._confirmed + 1
-            self.connection.send(ack_frame(self.number, self._to_confirm, multiple))
-            self.confirmed_count += self._to_confirm - self._confirmed
-            self._confirmed = self._to_confirm
+        last = self._to_confirm
+        while self._confirmed < last:
+            end = self._nacked[0] - 1 if self._nacked and self._nacked[0] <= last else last
+            count = end - self._confirmed
+            if count:
+                self.connection.send(ack_frame(self.number, end, count > 1))
+                self.confirmed_count += count
+            if end < last:
+                end = self._nacked.popleft()
+            self._confirmed = end
 
     # -- deliveries --------------------------------------------------------------------------------------------------
 

@@ -30,8 +30,7 @@ from libc.string cimport memcmp, memcpy
 
 from warren.kernel.entry cimport PERSISTENT, Entry
 from warren.kernel.wire cimport (
-    BASIC_ACK, BASIC_PUBLISH, CHANNEL_CLOSE, CHANNEL_CLOSE_OK, CLASS_BASIC, CLASS_CHANNEL, CONTENT_BYTES, FRAME_BODY,
-    FRAME_BYTES, FRAME_END, FRAME_HEADER, FRAME_HEARTBEAT, FRAME_METHOD, HEADER_BYTES, read16, read32, read64,
+    BASIC_ACK, BASIC_PUBLISH, CLASS_BASIC, CONTENT_BYTES, FRAME_BODY, FRAME_BYTES, FRAME_END, FRAME_HEADER, FRAME_HEARTBEAT, FRAME_METHOD, HEADER_BYTES, read16, read32, read64,
 )
 
 # The other direction: a user of frames finds both here.
@@ -77,14 +76,8 @@ cdef enum:
     EXPECT_METHOD = 0
     EXPECT_HEADER = 1
     EXPECT_BODY = 2
-    SWALLOW_BODY = 3            # of a message that was too large
-
-_NAMES = {
-    FRAME_ERROR: "FRAME_ERROR",
-    SYNTAX_ERROR: "SYNTAX_ERROR",
-    CHANNEL_ERROR: "CHANNEL_ERROR",
-    UNEXPECTED_FRAME: "UNEXPECTED_FRAME",
-}
+    SWALLOW_HEADER = 3          # of a message that nobody wants any more: the channel failed while it was under way
+    SWALLOW_BODY = 4            # the same, or of a message that was too large
 
 
 # ---- properties ----
@@ -283,6 +276,10 @@ cdef class _Channel:
         self.body = NULL
         return body
 
+    cdef void drop_body(self) noexcept:
+        Py_XDECREF(self.body)
+        self.body = NULL
+
     def __dealloc__(self):
         Py_XDECREF(self.body)
 
@@ -308,7 +305,7 @@ cdef class FrameScanner:
 
     cdef public uint32_t frame_max      # bytes; 0: none was agreed on
     cdef public uint32_t highest_channel    # 0 until the connection is open: no content is buffered before a login
-    cdef readonly object error          # reply code, reply text, class id, method id: for connection.close
+    cdef readonly object error          # reply code, text without the name of the code, class id, method id
     cdef uint64_t largest_body
     cdef uint8_t *rest                  # the frame that the last receive buffer cut
     cdef uint64_t rest_bytes
@@ -371,17 +368,24 @@ cdef class FrameScanner:
         return events
 
     def forget(self, uint16_t channel):
-        """The channel was closed: drop what is known of it, a content under way included.
+        """The channel was closed, by either side: drop what is known of it, a content under way included.
 
-        Call it when no more frames of the old channel can come: at channel.close or channel.close-ok from the client.
+        A client that publishes on does not know yet. What is still to come of that content is swallowed, up to the next
+        method: to the client it was no error.
         """
-        cdef _Channel known = self.channels.pop(channel, None)
+        cdef _Channel known = self.channels.get(channel)
         if known is None:
             return
-        if known.stage == EXPECT_BODY:
+        if known.stage == EXPECT_METHOD:
+            del self.channels[channel]
+            if self.current is known:
+                self.current = None
+        elif known.stage == EXPECT_HEADER:
+            known.stage = SWALLOW_HEADER
+        elif known.stage == EXPECT_BODY:
             self.partial -= PyBytes_GET_SIZE(known.head) + known.received
-        if self.current is known:
-            self.current = None
+            known.drop_body()
+            known.stage = SWALLOW_BODY
 
     # -- frames --
 
@@ -474,9 +478,9 @@ cdef class FrameScanner:
         if channel is None or channel.stage == EXPECT_METHOD:
             return self.fail(UNEXPECTED_FRAME, "expected method frame, got non method frame instead")
         if kind == FRAME_HEADER:
-            if channel.stage == EXPECT_HEADER:
+            if channel.stage == EXPECT_HEADER or channel.stage == SWALLOW_HEADER:
                 return self.header(channel, p, n)
-        elif channel.stage != EXPECT_HEADER:
+        elif channel.stage == EXPECT_BODY or channel.stage == SWALLOW_BODY:
             return self.body(channel, p, n)
         return self.out_of_turn(channel)
 
@@ -489,10 +493,8 @@ cdef class FrameScanner:
         if number != 0:
             channel = self.find(number)
             if channel is not None and channel.stage != EXPECT_METHOD:
-                # Who is told, in the middle of a message, that it is too large may leave it at that.
-                if channel.stage != SWALLOW_BODY or class_id != CLASS_CHANNEL or (
-                    method_id != CHANNEL_CLOSE and method_id != CHANNEL_CLOSE_OK
-                ):
+                # Who is told, in the middle of a message, that it is in vain may leave it at that.
+                if channel.stage != SWALLOW_HEADER and channel.stage != SWALLOW_BODY:
                     return self.out_of_turn(channel)
                 channel.stage = EXPECT_METHOD
             if class_id == CLASS_BASIC and method_id == BASIC_PUBLISH:
@@ -540,6 +542,9 @@ cdef class FrameScanner:
             )
         channel.announced = size
         channel.received = 0
+        if channel.stage == SWALLOW_HEADER:
+            channel.stage = SWALLOW_BODY if size else EXPECT_METHOD
+            return 0
         if size > self.largest_body:
             channel.stage = SWALLOW_BODY
             return self.emit((TOO_LARGE, channel.number, size))
@@ -626,9 +631,7 @@ cdef class FrameScanner:
     # -- errors: each returns 1 --
 
     cdef int fail(self, int code, str text, int class_id=0, int method_id=0) except -1:
-        text = f"{_NAMES[code]} - {text}"
-        # A reply text is a short string.
-        self.error = (code, text if len(text) <= 255 else text[:252] + "...", class_id, method_id)
+        self.error = (code, text, class_id, method_id)
         free(self.rest)
         self.rest = NULL
         self.rest_bytes = self.rest_room = 0
@@ -642,14 +645,14 @@ cdef class FrameScanner:
         return self.fail(FRAME_ERROR, f"type {frame[0]}, {_octets(frame + HEADER_BYTES, n)}: {reason}")
 
     cdef int undecodable(self, int method_id, const uint8_t *p, uint32_t n) except -1:
-        cdef bytes start = p[:min(n, <uint32_t>128)]        # more would not fit into a reply text
+        cdef bytes start = p[:min(n, <uint32_t>128)]    # more would not fit into a reply text, which is a short string
         return self.fail(FRAME_ERROR, f"cannot decode <<{','.join(map(str, start))}>>", CLASS_BASIC, method_id)
 
     cdef int out_of_turn(self, _Channel channel) except -1:
         return self.fail(
             UNEXPECTED_FRAME,
             "expected content header for class 60, got non content header frame instead"
-            if channel.stage == EXPECT_HEADER
+            if channel.stage == EXPECT_HEADER or channel.stage == SWALLOW_HEADER
             else "expected content body, got non content body frame instead",
             CLASS_BASIC,
             BASIC_PUBLISH,

@@ -38,9 +38,6 @@ cdef enum:
     FRAME_BYTES = 8             # the same and the end octet: what a frame costs
     CONTENT_BYTES = 12          # class, weight and body size, in front of the properties
 
-    CLASS_CHANNEL = 20
-    CHANNEL_CLOSE = 40
-    CHANNEL_CLOSE_OK = 41
     CLASS_BASIC = 60
     BASIC_PUBLISH = 40
     BASIC_DELIVER = 60

@@ -160,16 +160,21 @@ class Consumers:
         who has no room left is blocked by this."""
         dealt: dict[Consumer, list[int]] = {}
         room: dict[Consumer, int] = {}
+        shared: dict[Receiver, int] = {}  # consumers of one channel share its room
         position = 0
         while position < count and self._priorities:
             round_ = self._rounds[self._priorities[0]]
             consumer = round_[0]
+            receiver = consumer.receiver
             if consumer not in room:
                 room[consumer] = consumer.room()
-            if room[consumer] <= 0:
+                shared.setdefault(receiver, receiver.room())
+            if room[consumer] <= 0 or shared[receiver] <= 0:
                 self.block(consumer)
                 continue
             room[consumer] -= 1
+            if not consumer.no_ack:
+                shared[receiver] -= 1
             round_.rotate(-1)
             dealt.setdefault(consumer, []).append(position)
             position += 1

@@ -1,0 +1,600 @@
+"""The broker with pika: publishing, consuming, settling, confirms, exchanges, transactions, bodies of every size."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+
+import pamqp.commands
+import pika
+import pika.exceptions
+import pytest
+from pika.adapters.asyncio_connection import AsyncioConnection
+
+from tests.broker_clients import SECONDS, Inbox, RawClient, connected, drain, get, parameters, pump, settle, unique
+from warren.testing import running_broker
+
+Properties = pika.BasicProperties
+
+
+@pytest.fixture(scope="module")
+def broker():
+    with running_broker() as running:
+        yield running
+
+
+@pytest.fixture
+def connection(broker):
+    with connected(broker) as connection:
+        yield connection
+
+
+@pytest.fixture
+def channel(connection):
+    return connection.channel()
+
+
+@pytest.fixture
+def q(channel):
+    """A queue."""
+    name = unique()
+    channel.queue_declare(name)
+    yield name
+    if channel.connection.is_open:
+        channel.connection.channel().queue_delete(name)
+
+
+def publish(channel, queue: str, *bodies: bytes, **properties) -> None:
+    for body in bodies:
+        channel.basic_publish("", queue, body, Properties(**properties))
+
+
+# ---- get, ack, nack, reject, recover ----
+
+
+def test_get_from_an_empty_queue_finds_nothing(channel, q):
+    assert channel.basic_get(q) == (None, None, None)
+
+
+def test_get_counts_what_is_left(channel, q):
+    publish(channel, q, b"1", b"2", b"3")
+    assert [channel.basic_get(q)[0].message_count for _ in range(3)] == [2, 1, 0]
+
+
+def test_all_properties_come_back_as_they_were_sent(channel, q):
+    sent = Properties(
+        content_type="text/plain",
+        content_encoding="utf-8",
+        headers={"text": "ä", "number": -5, "list": [1, "two", None], "table": {"deep": True}, "bytes": b"\x00\xff"},
+        delivery_mode=2,
+        priority=9,
+        correlation_id="c",
+        reply_to="r",
+        expiration="60000",
+        message_id="m",
+        timestamp=1700000000,
+        type="t",
+        user_id="guest",
+        app_id="a",
+        cluster_id="k",
+    )
+    channel.basic_publish("", q, b"x", sent)
+    method, properties, _ = channel.basic_get(q)
+    assert (method.exchange, method.routing_key, method.redelivered) == ("", q, False)
+    expected = dict(vars(sent))
+    got = dict(vars(properties))
+    # Whether bytes come back as text is the client's choice: the wire has one type for both.
+    assert got["headers"].pop("bytes") in (b"\x00\xff", "\x00\xff")
+    expected["headers"] = {name: value for name, value in expected["headers"].items() if name != "bytes"}
+    assert got == expected
+
+
+def test_multiple_ack_settles_everything_up_to_its_tag(broker, channel, q):
+    publish(channel, q, b"1", b"2", b"3", b"4")
+    tags = [channel.basic_get(q)[0].delivery_tag for _ in range(4)]
+    channel.basic_ack(tags[2], multiple=True)
+    settle(channel)
+    assert broker.queue_info(q)["messages_unacknowledged"] == 1
+    channel.basic_ack(0, multiple=True)
+    settle(channel)
+    assert broker.queue_info(q)["messages"] == 0
+
+
+def test_nack_with_requeue_puts_messages_back_to_where_they_were(channel, q):
+    publish(channel, q, b"1", b"2", b"3", b"4")
+    tags = [channel.basic_get(q)[0].delivery_tag for _ in range(3)]
+    channel.basic_nack(tags[1], multiple=True, requeue=True)
+    again = [channel.basic_get(q) for _ in range(3)]
+    assert [(body, method.redelivered) for method, _, body in again] == [(b"1", True), (b"2", True), (b"4", False)]
+
+
+def test_reject_without_requeue_drops_the_message(broker, channel, q):
+    publish(channel, q, b"1", b"2")
+    channel.basic_reject(channel.basic_get(q)[0].delivery_tag, requeue=False)
+    assert drain(channel, q) == [b"2"]
+    assert broker.queue_info(q)["messages"] == 0
+
+
+def test_recover_requeues_everything_of_the_channel(channel, q):
+    publish(channel, q, b"1", b"2")
+    for _ in range(2):
+        channel.basic_get(q)
+    channel.basic_recover(requeue=True)
+    again = [channel.basic_get(q) for _ in range(2)]
+    assert [(body, method.redelivered) for method, _, body in again] == [(b"1", True), (b"2", True)]
+
+
+def test_what_a_lost_connection_held_is_redelivered(broker, channel, q):
+    publish(channel, q, b"1", b"2")
+    other = RawClient(broker)
+    other.open(1)
+    other.send(1, pamqp.commands.Basic.Get(queue=q))
+    other.expect("Basic.GetOk")
+    other.socket.close()
+    found = {}
+    while len(found) < 2:
+        method, _, body = get(channel, q)
+        found[body] = method.redelivered
+    assert found == {b"1": True, b"2": False}
+
+
+# ---- consuming ----
+
+
+def test_a_consumer_gets_what_was_there_and_what_comes(channel, q):
+    publish(channel, q, b"before")
+    inbox = Inbox()
+    tag = channel.basic_consume(q, inbox, consumer_tag="mine")
+    publish(channel, q, b"after")
+    pump(channel.connection, lambda: len(inbox) == 2)
+    assert inbox.bodies == [b"before", b"after"]
+    assert [(method.consumer_tag, method.delivery_tag) for method, _, _ in inbox.deliveries] == [("mine", 1), ("mine", 2)]
+    channel.basic_cancel(tag)
+    publish(channel, q, b"late")
+    settle(channel)
+    assert len(inbox) == 2
+    assert drain(channel, q) == [b"late"]
+
+
+def test_consumers_of_a_queue_take_turns(channel, q):
+    inboxes = [Inbox() for _ in range(3)]
+    for inbox in inboxes:
+        channel.basic_consume(q, inbox)
+    publish(channel, q, *(b"%d" % number for number in range(9)))
+    pump(channel.connection, lambda: sum(map(len, inboxes)) == 9)
+    assert [inbox.bodies for inbox in inboxes] == [[b"0", b"3", b"6"], [b"1", b"4", b"7"], [b"2", b"5", b"8"]]
+
+
+def test_prefetch_is_counted_for_each_consumer(channel, q):
+    publish(channel, q, *(b"%d" % number for number in range(10)))
+    first, second = Inbox(), Inbox()
+    channel.basic_qos(prefetch_count=2)
+    channel.basic_consume(q, first)
+    channel.basic_qos(prefetch_count=3)
+    channel.basic_consume(q, second)
+    settle(channel)
+    assert (len(first), len(second)) == (2, 3)
+    channel.basic_ack(second.tags[0])
+    pump(channel.connection, lambda: len(second) == 4)
+    settle(channel)
+    assert (len(first), len(second)) == (2, 4)
+
+
+def test_global_prefetch_is_counted_for_the_channel(channel, q):
+    publish(channel, q, *(b"%d" % number for number in range(10)))
+    first, second = Inbox(), Inbox()
+    channel.basic_qos(prefetch_count=3, global_qos=True)
+    channel.basic_consume(q, first)
+    channel.basic_consume(q, second)
+    settle(channel)
+    assert len(first) + len(second) == 3
+    channel.basic_ack((first.tags + second.tags)[0])
+    pump(channel.connection, lambda: len(first) + len(second) == 4)
+    settle(channel)
+    assert len(first) + len(second) == 4
+
+
+def test_global_prefetch_holds_for_a_batch_that_several_consumers_share(broker, channel, q):
+    first, second = Inbox(), Inbox()
+    channel.basic_qos(prefetch_count=3, global_qos=True)
+    channel.basic_consume(q, first)
+    channel.basic_consume(q, second)
+    with RawClient(broker) as other:
+        other.open(1)
+        other.publish(1, q, *(b"%d" % number for number in range(10)))  # in one write: dealt as one batch
+        other.call(1, pamqp.commands.Exchange.Declare(exchange="amq.direct", passive=True), "Exchange.DeclareOk")
+    settle(channel)
+    assert len(first) + len(second) == 3
+
+
+def test_global_prefetch_counts_all_queues_of_the_channel(channel, q):
+    other = unique()
+    channel.queue_declare(other, exclusive=True)
+    publish(channel, q, b"1", b"2")
+    publish(channel, other, b"3", b"4")
+    inbox = Inbox()
+    channel.basic_qos(prefetch_count=3, global_qos=True)
+    channel.basic_consume(q, inbox)
+    channel.basic_consume(other, inbox)
+    settle(channel)
+    assert inbox.bodies == [b"1", b"2", b"3"]
+    channel.basic_ack(inbox.tags[0])
+    pump(channel.connection, lambda: len(inbox) == 4)
+
+
+def test_a_consumer_without_acks_ignores_prefetch(channel, q):
+    publish(channel, q, *(b"%d" % number for number in range(10)))
+    inbox = Inbox()
+    channel.basic_qos(prefetch_count=1)
+    channel.basic_consume(q, inbox, auto_ack=True)
+    pump(channel.connection, lambda: len(inbox) == 10)
+
+
+def test_requeued_messages_come_to_a_waiting_consumer_in_order(channel, q):
+    publish(channel, q, b"1", b"2", b"3")
+    for _ in range(3):
+        channel.basic_get(q)
+    inbox = Inbox()
+    channel.basic_consume(q, inbox)
+    channel.basic_nack(0, multiple=True, requeue=True)
+    pump(channel.connection, lambda: len(inbox) == 3)
+    assert inbox.bodies == [b"1", b"2", b"3"]
+    assert all(method.redelivered for method, _, _ in inbox.deliveries)
+
+
+def test_a_consumer_is_told_when_its_queue_is_deleted(broker, connection, channel):
+    name = unique()
+    channel.queue_declare(name)
+    cancelled = []
+    channel.add_on_cancel_callback(lambda method: cancelled.append(method.method.consumer_tag))
+    channel.basic_consume(name, Inbox(), consumer_tag="told")
+    with connected(broker) as other:
+        other.channel().queue_delete(name)
+    pump(connection, lambda: cancelled)
+    assert cancelled == ["told"]
+    assert channel.is_open
+
+
+def test_an_exclusive_consumer_is_alone(broker, channel, q):
+    channel.basic_consume(q, Inbox(), exclusive=True)
+    with connected(broker) as other:
+        second = other.channel()
+        with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+            second.basic_consume(q, Inbox())
+        assert caught.value.reply_code == 403
+        assert "in exclusive use" in caught.value.reply_text
+
+
+def test_a_consumer_of_higher_priority_gets_messages_until_it_is_full(channel, q):
+    low, high = Inbox(), Inbox()
+    channel.basic_qos(prefetch_count=2)
+    channel.basic_consume(q, low)
+    channel.basic_consume(q, high, arguments={"x-priority": 10})
+    publish(channel, q, *(b"%d" % number for number in range(6)))
+    settle(channel)
+    assert (high.bodies, low.bodies) == ([b"0", b"1"], [b"2", b"3"])
+    channel.basic_ack(high.tags[0])
+    pump(channel.connection, lambda: len(high) == 3)
+    assert (high.bodies, low.bodies) == ([b"0", b"1", b"4"], [b"2", b"3"])
+
+
+def test_a_generator_consumer_gets_everything_and_leaves_nothing_behind(broker, channel, q):
+    publish(channel, q, *(b"%d" % number for number in range(5)))
+    found = []
+    for method, _, body in channel.consume(q):
+        found.append(body)
+        channel.basic_ack(method.delivery_tag)
+        if len(found) == 5:
+            break
+    assert channel.cancel() == 0
+    assert found == [b"0", b"1", b"2", b"3", b"4"]
+    assert broker.queue_info(q)["messages"] == 0
+
+
+# ---- confirms and returns ----
+
+
+async def open_asyncio(broker) -> tuple[AsyncioConnection, pika.channel.Channel]:
+    """A connection and a channel of pika's asyncio adapter."""
+    loop = asyncio.get_running_loop()
+    opened = loop.create_future()
+    AsyncioConnection(
+        parameters(broker),
+        on_open_callback=opened.set_result,
+        on_open_error_callback=lambda _, error: opened.set_exception(error),
+    )
+    connection = await asyncio.wait_for(opened, SECONDS)
+    channel = loop.create_future()
+    connection.channel(on_open_callback=channel.set_result)
+    return connection, await asyncio.wait_for(channel, SECONDS)
+
+
+async def close_asyncio(connection: AsyncioConnection) -> None:
+    closed = asyncio.get_running_loop().create_future()
+    connection.add_on_close_callback(lambda *_: closed.set_result(None))
+    connection.close()
+    await asyncio.wait_for(closed, SECONDS)
+
+
+def test_many_pending_confirms_are_all_told_with_pikas_asyncio_adapter(broker, scale):
+    count = scale.scale(5000)
+
+    async def main() -> set[int]:
+        connection, channel = await open_asyncio(broker)
+        name = unique()
+        declared = asyncio.get_running_loop().create_future()
+        channel.queue_declare(name, durable=True, callback=declared.set_result)
+        await asyncio.wait_for(declared, SECONDS)
+        confirmed: set[int] = set()
+        all_told = asyncio.Event()
+
+        def told(frame) -> None:
+            assert isinstance(frame.method, pika.spec.Basic.Ack)
+            tag = frame.method.delivery_tag
+            assert tag not in confirmed
+            numbers = range(max(confirmed, default=0) + 1, tag + 1) if frame.method.multiple else [tag]
+            confirmed.update(numbers)
+            if len(confirmed) == count:
+                all_told.set()
+
+        channel.confirm_delivery(told)
+        for number in range(count):
+            channel.basic_publish("", name, b"%d" % number, Properties(delivery_mode=1 + number % 2))
+        await asyncio.wait_for(all_told.wait(), SECONDS)
+        got = asyncio.get_running_loop().create_future()
+        bodies = []
+
+        def on_message(_channel, method, _properties, body) -> None:
+            bodies.append(body)
+            if len(bodies) == count:
+                channel.basic_ack(method.delivery_tag, multiple=True)
+                got.set_result(None)
+
+        channel.basic_consume(name, on_message)
+        await asyncio.wait_for(got, SECONDS)
+        assert bodies == [b"%d" % number for number in range(count)]
+        deleted = asyncio.get_running_loop().create_future()
+        channel.queue_delete(name, callback=deleted.set_result)
+        await asyncio.wait_for(deleted, SECONDS)
+        await close_asyncio(connection)
+        return confirmed
+
+    assert asyncio.run(main()) == set(range(1, count + 1))
+
+
+def test_confirms_of_one_write_come_as_one_multiple_ack(broker):
+    with RawClient(broker) as client:
+        client.open(1)
+        name = unique()
+        client.call(1, pamqp.commands.Queue.Declare(queue=name, exclusive=True), "Queue.DeclareOk")
+        client.call(1, pamqp.commands.Confirm.Select(), "Confirm.SelectOk")
+        client.publish(1, name, *(b"%d" % number for number in range(50)))
+        _, ack = client.expect("Basic.Ack")
+        assert (ack.delivery_tag, ack.multiple) == (50, True)
+        client.publish(1, name, b"one")
+        _, ack = client.expect("Basic.Ack")
+        assert (ack.delivery_tag, ack.multiple) == (51, False)
+
+
+def test_an_unroutable_message_is_confirmed_and_a_mandatory_one_returned_before(broker):
+    with RawClient(broker) as client:
+        client.open(1)
+        client.call(1, pamqp.commands.Confirm.Select(), "Confirm.SelectOk")
+        client.publish(1, unique("nowhere"), b"lost")
+        assert client.expect("Basic.Ack")[1].delivery_tag == 1
+        client.send(
+            1,
+            pamqp.commands.Basic.Publish(routing_key="nowhere", mandatory=True),
+            pamqp.header.ContentHeader(body_size=4),
+            pamqp.body.ContentBody(b"back"),
+        )
+        returned = client.expect("Basic.Return")[1]
+        assert (returned.reply_code, returned.reply_text, returned.routing_key) == (312, "NO_ROUTE", "nowhere")
+        assert client.receive()[1].body_size == 4
+        assert client.receive()[1].value == b"back"
+        assert client.expect("Basic.Ack")[1].delivery_tag == 2
+
+
+def test_mandatory_messages_without_confirms_are_returned_to_the_callback(channel):
+    returned = []
+    channel.add_on_return_callback(lambda _, method, properties, body: returned.append((method.reply_code, body)))
+    channel.basic_publish("amq.direct", unique("nowhere"), b"back", mandatory=True)
+    pump(channel.connection, lambda: returned)
+    assert returned == [(312, b"back")]
+
+
+def test_a_message_to_a_full_queue_is_nacked_and_the_next_one_gets_its_own_answer(broker):
+    with RawClient(broker) as client:
+        client.open(1)
+        name = unique()
+        arguments = {"x-max-length": 2, "x-overflow": "reject-publish"}
+        client.call(1, pamqp.commands.Queue.Declare(queue=name, exclusive=True, arguments=arguments), "Queue.DeclareOk")
+        client.call(1, pamqp.commands.Confirm.Select(), "Confirm.SelectOk")
+        client.publish(1, name, b"1", b"2", b"3", b"4")
+        client.publish(1, unique("nowhere"), b"5")
+        told: dict[int, str] = {}
+        while len(told) < 5:
+            frame = client.receive()[1]
+            assert frame.delivery_tag not in told, f"{frame.delivery_tag} was told twice"
+            first = 1 if frame.multiple else frame.delivery_tag
+            for number in range(first, frame.delivery_tag + 1):
+                told.setdefault(number, frame.name)
+        assert told == {1: "Basic.Ack", 2: "Basic.Ack", 3: "Basic.Nack", 4: "Basic.Nack", 5: "Basic.Ack"}
+        client.call(1, pamqp.commands.Queue.Declare(queue=name, passive=True), "Queue.DeclareOk")
+
+
+def test_a_rejected_message_is_never_confirmed_as_well(broker):
+    with RawClient(broker) as client:
+        client.open(1)
+        name = unique()
+        arguments = {"x-max-length": 0, "x-overflow": "reject-publish"}
+        client.call(1, pamqp.commands.Queue.Declare(queue=name, exclusive=True, arguments=arguments), "Queue.DeclareOk")
+        client.call(1, pamqp.commands.Confirm.Select(), "Confirm.SelectOk")
+        client.publish(1, name, b"1")
+        assert client.expect("Basic.Nack")[1].delivery_tag == 1
+        # The next answer is that of the declare: nothing follows the nack.
+        client.call(1, pamqp.commands.Queue.Declare(queue=name, passive=True), "Queue.DeclareOk")
+
+
+def test_a_blocking_publisher_sees_the_nack_of_each_rejected_message(channel):
+    name = unique()
+    channel.queue_declare(name, exclusive=True, arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+    channel.confirm_delivery()
+    publish(channel, name, b"1")
+    for _ in range(3):
+        with pytest.raises(pika.exceptions.NackError):
+            publish(channel, name, b"2")
+    assert drain(channel, name) == [b"1"]
+    publish(channel, name, b"3")
+    assert drain(channel, name) == [b"3"]
+
+
+# ---- transactions ----
+
+
+def test_a_transaction_is_seen_when_it_is_committed(channel, q):
+    channel.tx_select()
+    publish(channel, q, b"1", b"2")
+    with_own = channel.connection.channel()
+    assert with_own.basic_get(q)[0] is None
+    channel.tx_commit()
+    assert drain(with_own, q) == [b"1", b"2"]
+
+
+def test_a_rollback_forgets_publishes_and_acks(broker, channel, q):
+    publish(channel, q, b"1")
+    channel.tx_select()
+    method, _, _ = channel.basic_get(q)
+    channel.basic_ack(method.delivery_tag)
+    publish(channel, q, b"2")
+    channel.tx_rollback()
+    assert broker.queue_info(q)["messages_unacknowledged"] == 1
+    assert broker.queue_info(q)["messages_ready"] == 0
+    channel.basic_ack(method.delivery_tag)  # the delivery is the channel's again
+    channel.tx_commit()
+    assert broker.queue_info(q)["messages"] == 0
+
+
+def test_a_transaction_settles_and_publishes_together(broker, channel, q):
+    publish(channel, q, b"job")
+    channel.tx_select()
+    method, _, _ = channel.basic_get(q)
+    channel.basic_ack(method.delivery_tag)
+    publish(channel, q, b"result", delivery_mode=2)
+    assert broker.queue_info(q)["messages_unacknowledged"] == 1
+    channel.tx_commit()
+    assert drain(channel.connection.channel(), q) == [b"result"]
+
+
+def test_an_unroutable_mandatory_message_of_a_transaction_is_returned_at_its_commit(channel):
+    returned = []
+    channel.add_on_return_callback(lambda _, method, properties, body: returned.append(body))
+    channel.tx_select()
+    channel.basic_publish("", unique("nowhere"), b"back", mandatory=True)
+    settle(channel)
+    assert not returned
+    channel.tx_commit()
+    pump(channel.connection, lambda: returned)
+
+
+def test_a_closed_channel_takes_its_transaction_with_it(channel, q):
+    other = channel.connection.channel()
+    other.tx_select()
+    publish(other, q, b"never")
+    other.close()
+    assert channel.basic_get(q)[0] is None
+
+
+# ---- bodies, frames, names ----
+
+
+@pytest.mark.parametrize("size", [0, 1, 131072 - 8, 131072 - 7, 131072, 5 * 1024 * 1024])
+@pytest.mark.parametrize("frame_max", [4096, 131072])
+@pytest.mark.parametrize("mode", [1, 2])
+def test_a_body_of_any_size_comes_back_whole(broker, size, frame_max, mode):
+    body = os.urandom(size)
+    with connected(broker, frame_max=frame_max) as connection:
+        channel = connection.channel()
+        name = unique()
+        channel.queue_declare(name, durable=True)
+        channel.confirm_delivery()
+        channel.basic_publish("", name, body, Properties(delivery_mode=mode))
+        inbox = Inbox()
+        channel.basic_consume(name, inbox)
+        pump(connection, lambda: len(inbox) == 1)
+        assert inbox.bodies == [body]
+        channel.basic_nack(1)
+        pump(connection, lambda: len(inbox) == 2)
+        assert inbox.bodies[1] == body
+        channel.queue_delete(name)
+
+
+def test_a_large_body_and_small_ones_of_other_channels_are_not_mixed_up(broker, connection):
+    names = [unique() for _ in range(4)]
+    bodies = [os.urandom(size) for size in (700_000, 10, 300_000, 0)]
+    channels = [connection.channel() for _ in names]
+    for channel, name in zip(channels, names, strict=True):
+        channel.queue_declare(name, exclusive=True)
+    for _ in range(3):
+        for channel, name, body in zip(channels, names, bodies, strict=True):
+            channel.basic_publish("", name, body)
+    for channel, name, body in zip(channels, names, bodies, strict=True):
+        assert drain(channel, name) == [body] * 3
+
+
+def test_many_channels_live_side_by_side(connection, scale):
+    channels = [connection.channel() for _ in range(scale.scale(1000))]
+    name = unique()
+    channels[0].queue_declare(name, exclusive=True)
+    for channel in channels:
+        publish(channel, name, b"%d" % channel.channel_number)
+    for channel in channels:
+        settle(channel)
+    found = drain(channels[0], name)
+    assert sorted(map(int, found)) == [channel.channel_number for channel in channels]
+    for channel in channels[1:]:
+        channel.close()
+    again = connection.channel()
+    assert again.channel_number == 2
+
+
+@pytest.mark.parametrize("name", ["Grüße", "очередь", "キュー", "🐇" * 63, "with space", "a.b#*/%", "x" * 255])
+def test_any_text_is_a_name_for_a_queue_an_exchange_and_a_key(channel, name):
+    channel.queue_declare(name)
+    channel.exchange_declare(name, "direct")
+    channel.queue_bind(name, name, name)
+    channel.basic_publish(name, name, b"x")
+    method, _, body = channel.basic_get(name)
+    assert (method.exchange, method.routing_key, body) == (name, name, b"x")
+    channel.queue_delete(name)
+    channel.exchange_delete(name)
+
+
+def test_random_settling_loses_and_doubles_nothing(channel, q, seed, scale):
+    """Get, ack, nack and recover by chance; in the end every message was acked once."""
+    chance = random.Random(seed)
+    count = scale.scale(1000)
+    publish(channel, q, *(b"%d" % number for number in range(count)))
+    held: dict[int, bytes] = {}
+    acked: list[bytes] = []
+    while len(acked) < count:
+        method, _, body = channel.basic_get(q)
+        if method is not None:
+            held[method.delivery_tag] = body
+        action = chance.random()
+        if held and (action < 0.5 or method is None):
+            tag = chance.choice(list(held))
+            multiple = chance.random() < 0.3
+            tags = [other for other in held if other <= tag] if multiple else [tag]
+            if action < 0.35:
+                acked += [held[other] for other in tags]
+                channel.basic_ack(tag, multiple=multiple)
+            else:
+                channel.basic_nack(tag, multiple=multiple, requeue=True)
+            for other in tags:
+                del held[other]
+        elif action > 0.97:
+            channel.basic_recover(requeue=True)
+            held.clear()
+    assert sorted(map(int, acked)) == list(range(count))
