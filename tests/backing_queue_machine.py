@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+from unittest import mock
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -518,16 +519,22 @@ class BackingQueueMachine(RuleBasedStateMachine):
         ]
         chosen = [(name, self._pick(self.queues[name].in_state(PENDING), picks)) for name, picks in acks]
         added = [(name, entry, self._as_messages(name, [entry])) for name, entry in entries]
+        begin = self.store._begin_transaction
+        appended: list[object] = []
+
+        def noted(*arguments: Any) -> object:
+            appended.append(begin(*arguments))
+            return appended[0]
+
         try:
-            with self._power():
+            with self._power(), mock.patch.object(self.store, "_begin_transaction", noted):
                 seqs = self.store.transact(
                     [(self.store.get(name), entry) for name, entry in entries],
                     [(self.store.get(name), [message.seq for message in messages]) for name, messages in chosen],
                 )
             assert seqs == [entry.seq for _, entry in entries]
         except PowerCut:
-            begun = all(entry.seq != UNNUMBERED for _, entry in entries) and self.store.journal.buffer.empty
-            if begun:
+            if appended and self.store.journal.buffer.empty:
                 self._transacted(added, chosen)
             else:
                 for name, entry in entries:

@@ -139,6 +139,21 @@ def test_what_a_lost_connection_held_is_redelivered(broker, channel, q):
     assert found == {b"1": True, b"2": False}
 
 
+def test_messages_that_were_delivered_before_say_so_without_acks_too(channel, q):
+    publish(channel, q, b"1", b"2", b"3", b"4")
+    for _ in range(3):
+        channel.basic_get(q)
+    channel.basic_nack(0, multiple=True, requeue=True)
+    method, _, body = channel.basic_get(q, auto_ack=True)
+    assert (method.redelivered, body) == (True, b"1")
+    inbox = Inbox()
+    channel.basic_consume(q, inbox, auto_ack=True)
+    pump(channel.connection, lambda: len(inbox) == 3)
+    assert [method.redelivered for method, _, _ in inbox.deliveries] == [True, True, False]
+    settle(channel)
+    assert channel.queue_declare(q, passive=True).method.message_count == 0
+
+
 # ---- consuming ----
 
 
@@ -277,6 +292,29 @@ def test_a_consumer_of_higher_priority_gets_messages_until_it_is_full(channel, q
     channel.basic_ack(high.tags[0])
     pump(channel.connection, lambda: len(high) == 3)
     assert (high.bodies, low.bodies) == ([b"0", b"1", b"4"], [b"2", b"3"])
+
+
+@pytest.mark.parametrize("auto_ack", [True, False])
+def test_a_waiting_consumer_gets_all_of_a_large_batch(broker, channel, q, auto_ack):
+    inbox = Inbox()
+    channel.basic_consume(q, inbox, auto_ack=auto_ack)
+    with RawClient(broker) as other:
+        other.open(1)
+        other.publish(1, q, *(b"%d" % number for number in range(1000)))  # in one write
+        pump(channel.connection, lambda: len(inbox) == 1000)
+    assert inbox.bodies == [b"%d" % number for number in range(1000)]
+
+
+def test_the_rest_of_a_batch_goes_to_consumers_of_lower_priority_at_once(broker, channel, q):
+    low, high = Inbox(), Inbox()
+    channel.basic_qos(prefetch_count=2)
+    channel.basic_consume(q, low)
+    channel.basic_consume(q, high, arguments={"x-priority": 10})
+    with RawClient(broker) as other:
+        other.open(1)
+        other.publish(1, q, *(b"%d" % number for number in range(6)))
+        pump(channel.connection, lambda: len(high) + len(low) == 4)
+    assert (high.bodies, low.bodies) == ([b"0", b"1"], [b"2", b"3"])
 
 
 def test_a_generator_consumer_gets_everything_and_leaves_nothing_behind(broker, channel, q):

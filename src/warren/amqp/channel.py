@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from warren.amqp.declarations import REPLY_TO, Declarations
@@ -86,7 +87,7 @@ class Channel(Declarations):
         if self.transaction is not None:
             self.transaction.publish(exchange, routing_key, mandatory, property_flags, entries)
             return
-        if property_flags & _SPECIAL or known.type == "headers" or known.delayed or routing_key.startswith(REPLY_TO):
+        if property_flags & _SPECIAL or known.needs_message or known.delayed or routing_key.startswith(REPLY_TO):
             for entry in entries:
                 self._publish_special(known, routing_key, mandatory, entry)
         else:
@@ -99,7 +100,7 @@ class Channel(Declarations):
         known = self.vhost.router.exchanges.get(exchange)
         if known is None:
             return
-        if property_flags & _SPECIAL or known.type == "headers" or known.delayed or routing_key.startswith(REPLY_TO):
+        if property_flags & _SPECIAL or known.needs_message or known.delayed or routing_key.startswith(REPLY_TO):
             for entry in entries:
                 self._publish_special(known, routing_key, mandatory, entry)
         else:
@@ -139,7 +140,7 @@ class Channel(Declarations):
             self._reply(routing_key.removeprefix(REPLY_TO + "."), mandatory, entry)
             return
         delay = self._delay(exchange, headers)
-        names = self.vhost.router.route_many(exchange.name, keys, lambda: headers)
+        names = self.vhost.router.route_many(exchange.name, keys, lambda: headers, lambda: properties)
         if delay and names:
             self.vhost.delay(exchange.name, keys, delay, entry, self)
             self._settle_publish([], False, 1)
@@ -266,8 +267,13 @@ class Channel(Declarations):
     def cancelled(self, consumer: Consumer) -> None:
         """Of `Receiver`: the queue went away."""
         self.consumers.pop(consumer.tag, None)
-        if not self.closing and self.connection.cancel_notify:
-            self.reply("basic.cancel", consumer_tag=consumer.tag, nowait=True)
+        if self.connection.cancel_notify:
+            # After the answer to the delete: a client that deletes what it consumes from waits for that one first.
+            self.vhost.later(0, partial(self._tell_cancelled, consumer.tag))
+
+    def _tell_cancelled(self, tag: str) -> None:
+        if not self.closing:
+            self.reply("basic.cancel", consumer_tag=tag, nowait=True)
 
     def _number_of(self, queue: QueueProcess) -> int:
         number = self._queue_numbers.get(queue)
@@ -364,7 +370,7 @@ class Channel(Declarations):
     def basic_qos(self, prefetch_size: int, prefetch_count: int, global_: bool) -> None:
         if prefetch_size:
             raise AmqpError(540, f"prefetch_size!=0 ({prefetch_size})", 60, 10)
-        if global_:
+        if global_ or self.connection.qos_by_the_book:
             self.global_prefetch = prefetch_count
             self.unblock()
         else:
@@ -448,16 +454,17 @@ class Channel(Declarations):
             return
         source = self._queue(queue)
         self._allow("read", "queue", source.name)
-        entry = source.get(no_ack)
-        if entry is None:
+        found = source.get(no_ack)
+        if found is None:
             self.reply("basic.get-empty")
             return
+        entry, redelivered = found
         tag = self.unacked.skip(1) if no_ack else self.unacked.add(self._number_of(source), 0, [entry])
         head = decode_head(entry.head)
         method = encode(
             "basic.get-ok",
             delivery_tag=tag,
-            redelivered=source.is_redelivered(entry),
+            redelivered=redelivered,
             exchange=head.exchange,
             routing_key=head.routing_key,
             message_count=len(source),

@@ -43,6 +43,7 @@ _HIGH_WATER = 1024 * 1024  # bytes on their way to a client before its consumers
 _LOW_WATER = 256 * 1024
 _MOST_UNCOMMITTED = 8 * 1024 * 1024  # bytes in the journal's buffer before publishers are not read from
 _CLOSE_SECONDS = 10.0
+_CLOSE_OK = method_frame(0, encode("connection.close-ok"))
 
 
 Permission = Literal["configure", "write", "read"]
@@ -96,6 +97,9 @@ class Connection(asyncio.Protocol):
         granted = capabilities if isinstance(capabilities, dict) else {}
         self.cancel_notify = granted.get("consumer_cancel_notify") is True
         self._blocked_notify = granted.get("connection.blocked") is True
+        # kombu, and so Celery, asks a broker that is not called RabbitMQ for what AMQP's text says of basic.qos: a limit of
+        # the channel, that holds for the consumers it has. Celery raises it for every task that waits for its time.
+        self.qos_by_the_book = self.client_properties.get("product") == "py-amqp"
         self._permissions: Permissions = permissions or Everything()
         self._scanner = FrameScanner(frame_max, vhost.max_message_size)
         self._transport: asyncio.Transport | None = None
@@ -131,8 +135,11 @@ class Connection(asyncio.Protocol):
         else:
             self._handle(events)
         error = self._scanner.error
-        if error is not None and self.state == OPEN and not self._held:
-            self.fail(AmqpError(*error))
+        if error is not None and not self._held:
+            if self.state == OPEN:
+                self.fail(AmqpError(*error))
+            elif self.state == CLOSING and _CLOSE_OK in data:  # the scanner is deaf after an error
+                self._end()
         self._flush()
 
     def connection_lost(self, error: Exception | None) -> None:

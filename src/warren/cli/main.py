@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import warren
-from warren.cli import serve, store
+from warren.cli import config, serve, store
 
 app = typer.Typer(
     name="warren",
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.add_typer(store.app, name="store", help="Look at, check, copy and restore data directories that no process owns.")
 
+app.add_typer(config.app, name="config", help="What a node would run with, and where each value comes from.")
 app.command("serve")(serve.serve)
 
 

@@ -156,8 +156,12 @@ class QueueProcess:
             self._store.committer.check_publish()
             place_entries(entries, self._seqs.take(count), self.highest, self._mask, self.ttl_us)
             journaled = False
-            if self.consumers.waiting() and self._backing.is_empty():
-                entries, journaled = self._hand_over(entries)
+            while entries and self.consumers.waiting() and self._backing.is_empty():
+                left, handed = self._hand_over(entries)
+                journaled = journaled or handed
+                if len(left) == len(entries):
+                    break
+                entries = left  # of a large batch, or for consumers of a lower priority: another round
             if entries and not self._is_pointless():
                 self._backing.publish(entries)
                 journaled = journaled or any(entry.flags & PERSISTENT for entry in entries)
@@ -234,13 +238,14 @@ class QueueProcess:
             self._running = False
 
     def _run_batch(self, shares: list[tuple[Consumer, list[int]]], count: int) -> None:
-        without_ack = all(consumer.no_ack for consumer, _ in shares)
+        without_ack = all(consumer.no_ack for consumer, _ in shares) and not self._has_returned()
         entries = self._backing.fetch(count, ack_required=not without_ack)
         if without_ack:
             self._owner.wake()
         if self._expiring and (gone := self._limits.expired_among(entries, _now())):
             self._bury(entries, set(gone), pending=not without_ack)
             entries = [entry for entry in entries if entry.seq not in set(gone)]
+        self._send(shares, entries)
         if not without_ack:
             settled = [
                 entry.seq for consumer, positions in shares if consumer.no_ack for entry in _pick(entries, positions)
@@ -248,7 +253,6 @@ class QueueProcess:
             if settled:
                 self._backing.ack(settled)
                 self._owner.wake()
-        self._send(shares, entries)
 
     def _bury(self, entries: list[Entry], gone: set[int], *, pending: bool) -> None:
         """Messages that expired while others before them were fetched."""
@@ -265,19 +269,27 @@ class QueueProcess:
             self._backing.ack(seqs_of(entries))
             self._owner.wake()
 
-    def get(self, no_ack: bool) -> Entry | None:
-        """For basic.get."""
+    def get(self, no_ack: bool) -> tuple[Entry, bool] | None:
+        """For basic.get: a message, and whether it was delivered before."""
         self.used()
         if self._expiring:
             self.expire()
         with self._lock:
-            entries = self._backing.fetch(1, ack_required=not no_ack)
-        if not entries:
-            return None
+            keep = not no_ack or self._has_returned()
+            entries = self._backing.fetch(1, ack_required=keep)
+            if not entries:
+                return None
+            redelivered = self.is_redelivered(entries[0])
+            if no_ack and keep:
+                self._backing.ack(seqs_of(entries))
         self.gotten += 1
         if no_ack:
             self._owner.wake()
-        return entries[0]
+        return entries[0], redelivered
+
+    def _has_returned(self) -> bool:
+        """Then a fetch has to wait for its ack until the message is on its way: an acked one has no past."""
+        return bool(self._backing.returned)
 
     def is_redelivered(self, entry: Entry) -> bool:
         return entry.seq < self._backing.redelivered_below or entry.seq in self._backing.returned

@@ -50,6 +50,7 @@ from warren.storage.vhost_opening import DURABILITIES, VhostOpening
 
 log = logging.getLogger("warren.storage")
 
+_SWEEP_SECONDS = 2.0  # between two looks for segments with nothing in them
 _CHECKPOINT_SLACK = 4096  # bytes for headers, carried records and FLOOR
 
 __all__ = ["DURABILITIES", "StoredQueue", "VhostStore"]
@@ -87,6 +88,7 @@ class VhostStore(VhostOpening):
         )
         self._commit_bytes = self.settings.commit_bytes
         self._pace = CheckpointPace(self.settings)
+        self._next_sweep = 0.0
         if background:
             self._thread = threading.Thread(target=self._maintain, name=f"warren {vhost}", daemon=True)
             self._thread.start()
@@ -310,10 +312,14 @@ class VhostStore(VhostOpening):
             entry.seq = queue.seqs.take(1)
         if self.durability != "memory":
             self.journal.buffer.begin_group()
-            for queue, entry in publishes:
-                queue.backing.journal_publish([entry], HIDDEN)
-            for queue, acked in acks:
-                queue.backing.journal_ack(acked)
+            try:
+                for queue, entry in publishes:
+                    queue.backing.journal_publish([entry], HIDDEN)
+                for queue, acked in acks:
+                    queue.backing.journal_ack(acked)
+            except BaseException as error:  # half a group, and its acks are done in memory: only recovery helps
+                self.committer.fail(error)
+                raise
             self.journal.buffer.end_group()
 
         def apply() -> None:
@@ -435,7 +441,17 @@ class VhostStore(VhostOpening):
                 seal = seal and self._fits(self.journal.buffer.file)
             if seal:
                 self._roll()
-            return self._checkpoint(carry_below)
+            if self._checkpoint(carry_below):
+                return True
+            self._drop_dead()
+            return False
+
+    def _drop_dead(self) -> None:
+        """Transient messages leave no record in the journal. So without a checkpoint their empty segments go here."""
+        with self.lock:
+            found = any(segment.empty for index in self.indexes() for segment in index.segments.values())
+        if found:
+            self._new_checkpoint(self.journal.floor - 1).drop_dead()
 
     def checkpoint_due(self) -> bool:
         """Has the journal grown enough for the next run of a checkpoint?"""
@@ -533,6 +549,9 @@ class VhostStore(VhostOpening):
             with self._checkpoint_lock, self.disk_errors():
                 while files := self._pace.due(self.journal.sealed - self.journal.floor + 1):
                     self._run_checkpoint(files, None, patient=True)
+                if self._clock() >= self._next_sweep:
+                    self._next_sweep = self._clock() + _SWEEP_SECONDS
+                    self._drop_dead()
         self.compact()
         with self.disk_errors():
             if full:

@@ -292,7 +292,7 @@ class Vhost:
         for entry in entries:
             death = Death(entry.head, queue.name, reason, exchange, arguments.dead_letter_routing_key)
             headers = death.headers
-            for name in self.router.route_many(exchange, death.keys, partial(dict, headers)):
+            for name in self.router.route_many(exchange, death.keys, partial(dict, headers), from_broker=True):
                 target = self.queues.get(name)
                 if target is None or not death.allows(name):
                     continue

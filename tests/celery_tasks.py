@@ -1,0 +1,81 @@
+"""The Celery application of tests/test_clients_celery.py. A worker is started with it as
+`celery -A tests.celery_tasks worker`; it finds its broker, its results and a directory for notes in the environment."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+
+def note(path: Path, text: str) -> None:
+    """One line more, visible to the test at once."""
+    with path.open("a") as file:
+        file.write(f"{text}\n")
+
+
+def make_app(url: str, backend: str, notes: Path) -> Celery:
+    app = Celery("warren-tests", broker=url, backend=backend, set_as_current=False)
+    app.conf.update(
+        broker_connection_retry_on_startup=True,
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        task_queue_max_priority=10,
+        task_default_priority=5,
+        worker_prefetch_multiplier=1,
+        worker_hijack_root_logger=False,
+        result_expires=60,
+        result_chord_retry_interval=0.1,
+    )
+
+    @app.task(name="add")
+    def add(x: int, y: int) -> int:
+        return x + y
+
+    @app.task(name="total")
+    def total(numbers: list[int]) -> int:
+        return sum(numbers)
+
+    @app.task(name="fail")
+    def fail() -> None:
+        raise ValueError("as asked")
+
+    @app.task(name="third_time_lucky", bind=True, max_retries=5)
+    def third_time_lucky(self: Any) -> int:
+        if self.request.retries < 2:
+            raise self.retry(countdown=0.05)
+        return int(self.request.retries)
+
+    @app.task(name="when")
+    def when() -> float:
+        return time.time()
+
+    @app.task(name="record")
+    def record(text: str) -> None:
+        note(notes / "records", text)
+
+    @app.task(name="hang_once")
+    def hang_once() -> str:
+        """Hangs the first time, until somebody kills the worker."""
+        first = not (notes / "hung").exists()
+        note(notes / "hung", str(os.getpid()))
+        if first:
+            time.sleep(600)
+        return "done"
+
+    @app.task(name="echo")
+    def echo(data: str) -> str:
+        return data
+
+    return app
+
+
+if "WARREN_TEST_CELERY_URL" in os.environ:
+    app = make_app(
+        os.environ["WARREN_TEST_CELERY_URL"],
+        os.environ["WARREN_TEST_CELERY_BACKEND"],
+        Path(os.environ["WARREN_TEST_CELERY_NOTES"]),
+    )
