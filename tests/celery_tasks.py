@@ -31,33 +31,34 @@ def make_app(url: str, backend: str, notes: Path) -> Celery:
         result_chord_retry_interval=0.1,
     )
 
-    @app.task(name="add")
+    # Not shared: a test makes several applications, and each has tasks of its own.
+    @app.task(shared=False, name="add")
     def add(x: int, y: int) -> int:
         return x + y
 
-    @app.task(name="total")
+    @app.task(shared=False, name="total")
     def total(numbers: list[int]) -> int:
         return sum(numbers)
 
-    @app.task(name="fail")
+    @app.task(shared=False, name="fail")
     def fail() -> None:
         raise ValueError("as asked")
 
-    @app.task(name="third_time_lucky", bind=True, max_retries=5)
+    @app.task(shared=False, name="third_time_lucky", bind=True, max_retries=5)
     def third_time_lucky(self: Any) -> int:
         if self.request.retries < 2:
             raise self.retry(countdown=0.05)
         return int(self.request.retries)
 
-    @app.task(name="when")
+    @app.task(shared=False, name="when")
     def when() -> float:
         return time.time()
 
-    @app.task(name="record")
+    @app.task(shared=False, name="record")
     def record(text: str) -> None:
         note(notes / "records", text)
 
-    @app.task(name="hang_once")
+    @app.task(shared=False, name="hang_once")
     def hang_once() -> str:
         """Hangs the first time, until somebody kills the worker."""
         first = not (notes / "hung").exists()
@@ -66,7 +67,7 @@ def make_app(url: str, backend: str, notes: Path) -> Celery:
             time.sleep(600)
         return "done"
 
-    @app.task(name="echo")
+    @app.task(shared=False, name="echo")
     def echo(data: str) -> str:
         return data
 

@@ -18,7 +18,7 @@ from hypothesis import given
 
 from warren.errors import StoreClosedError, StoreFormatError, StoreLockedError, StorePathError
 from warren.node import users as users_module
-from warren.node.permissions import (
+from warren.vhost.permissions import (
     Grant,
     Permissions,
     TopicGrant,

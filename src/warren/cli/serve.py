@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from warren.node.broker import Broker
 from warren.node.config import Config, ConfigError
 from warren.node.logs import configure
 from warren.node.status_page import StatusServer
+from warren.vhost.zygote import start_zygote
 
 log = logging.getLogger("warren.node")
 
@@ -48,15 +50,16 @@ def serve(
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     configure(loaded.log_format, loaded.log_level)
+    zygote = None if loaded.inline else start_zygote()
     try:
-        uvloop.run(_run(loaded))
+        uvloop.run(_run(loaded, zygote))
     except (WarrenError, OSError) as error:
         log.error("%s", error)
         raise typer.Exit(1) from None
 
 
-async def _run(config: Config) -> None:
-    broker = Broker(config)
+async def _run(config: Config, zygote: tuple[socket.socket, int] | None) -> None:
+    broker = Broker(config, zygote)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -66,12 +69,21 @@ async def _run(config: Config) -> None:
     try:
         await broker.start()
         _announce(config, broker, status)
-        await stopping.wait()
+        await _first(stopping, broker.given_up)
         log.info("stopping")
     finally:
         await broker.stop()
         await status.stop()
     log.info("stopped")
+    if broker.given_up.is_set():
+        raise WarrenError("a vhost failed too often, and vhost_restart_strategy is stop_node")
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for one in waiting:
+        one.cancel()
 
 
 def _announce(config: Config, broker: Broker, status: Any) -> None:

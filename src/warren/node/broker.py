@@ -1,4 +1,4 @@
-"""A node: listeners, handshakes, and the vhosts behind them.
+"""A node: listeners, handshakes, and the vhosts behind them, each in a process of its own or all inline.
 
 broker = Broker(Config.load({"data_dir": "data", "amqp_port": 0}))
 await broker.start()
@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import time
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -23,22 +24,30 @@ from warren.amqp.errors import AmqpError
 from warren.errors import WarrenError
 from warren.node.config import Config
 from warren.node.handshake import Gone, Handshake, Opened
-from warren.node.permissions import Permissions
 from warren.node.status import resident_bytes, vhost_status
 from warren.node.status_page import Status
 from warren.node.users import Users
+from warren.vhost.grants import pack
+from warren.vhost.permissions import Permissions
+from warren.vhost.supervisor import RUNNING, Supervisor, VhostProcess
 from warren.vhost.vhost import Vhost
 
 log = logging.getLogger("warren.node")
 
 _BACKLOG = 1024
 _GOODBYE_SECONDS = 2.0
+_NOTHING = {"pid": 0, "connections": 0, "channels": 0, "disk_full": False, "queues": []}
 
 
 class Broker:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, zygote: tuple[socket.socket, int] | None = None) -> None:
+        """With the socket and pid of a zygote vhosts run in processes; without one they run inline."""
         self.config = config
-        self.vhosts: dict[str, Vhost] = {}
+        self.vhosts: dict[str, Vhost] = {}  # those that run inline
+        self.given_up = asyncio.Event()  # a vhost stays down, and `vhost_restart_strategy` is stop_node
+        self._zygote = zygote
+        self._supervisor: Supervisor | None = None
+        self._processes: dict[str, VhostProcess] = {}  # vhost -> its process
         self.amqp_port = 0
         self.ready = False
         self.started_at = time.time()
@@ -65,13 +74,44 @@ class Broker:
             default_vhost=config.default_vhost,
         )
         try:
-            for name in self.users.vhosts():
-                self._start_vhost(name)
+            if self._zygote is not None:
+                await self._start_processes(self._zygote[0])
+            else:
+                for name in self.users.vhosts():
+                    self._start_vhost(name)
             self._listen()
         except BaseException:
             await self.stop()
             raise
         self.ready = True
+
+    async def _start_processes(self, zygote: socket.socket) -> None:
+        config = self.config
+        self._supervisor = Supervisor(
+            zygote,
+            {
+                "data_dir": str(config.data_dir),
+                "durability": config.durability,
+                "max_message_size": config.max_message_size,
+            },
+            max_restarts=config.vhost_max_restarts,
+            restart_period=config.vhost_restart_period,
+            gave_up=self._gave_up,
+        )
+        names = self.users.vhosts()
+        groups: dict[str, list[str]] = {name: [name] for name in names}
+        if config.vhost_processes:
+            groups = {f"vhosts {number}": names[number :: config.vhost_processes] for number in range(len(names))}
+            groups = {name: members for name, members in groups.items() if members}
+            groups = dict(list(groups.items())[: config.vhost_processes])
+        for name, members in groups.items():
+            process = self._supervisor.add(name, members)
+            self._processes.update(dict.fromkeys(members, process))
+        await asyncio.gather(*(process.ready() for process in self._supervisor.processes.values()))
+
+    def _gave_up(self, process: VhostProcess) -> None:
+        if self.config.vhost_restart_strategy == "stop_node":
+            self.given_up.set()
 
     def _start_vhost(self, name: str) -> None:
         config = self.config
@@ -124,6 +164,10 @@ class Broker:
         for vhost in list(self.vhosts.values()):
             await vhost.stop()
         self.vhosts.clear()
+        if self._supervisor is not None and self._zygote is not None:
+            await self._supervisor.stop()
+            self._supervisor.close(self._zygote[1])
+            self._supervisor = None
         if self._users is not None:
             self._users.close()
             self._users = None
@@ -186,6 +230,10 @@ class Broker:
             self._handshakes -= 1
 
     async def _hand_over(self, sock: socket.socket, opened: Opened) -> None:
+        process = self._processes.get(opened.vhost)
+        if process is not None:
+            process.hand_over(sock, **asdict(opened), grant=pack(self.users.grant(opened.user, opened.vhost)))
+            return
         vhost = self.vhosts[opened.vhost]
         permissions = Permissions(self.users, opened.user, opened.vhost)
         await asyncio.get_running_loop().connect_accepted_socket(
@@ -220,22 +268,36 @@ class Broker:
             return f"vhost '{vhost}' not found"
         if not Permissions(self.users, user, vhost).vhost_allowed:
             return f"access to vhost '{vhost}' refused for user '{user}'"
-        if vhost not in self.vhosts:
-            return f"vhost '{vhost}' is down"
-        return None
+        process = self._processes.get(vhost)
+        if process is not None:
+            return None if process.state == RUNNING else f"vhost '{vhost}' is down ({process.state})"
+        return None if vhost in self.vhosts else f"vhost '{vhost}' is down"
+
+    async def permissions_changed(self, user: str, vhost: str) -> None:
+        """Call after a change in `users`: returns when the vhost's process knows."""
+        process = self._processes.get(vhost)
+        if process is not None and process.state == RUNNING:
+            await process.ask("grants", user=user, vhost=vhost, grant=pack(self.users.grant(user, vhost)))
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def status(self) -> Status:
+    async def status(self) -> Status:
         """For the status page."""
+        infos = [vhost.info() for vhost in self.vhosts.values()]
+        for process in self._supervisor.processes.values() if self._supervisor is not None else ():
+            try:
+                infos += await process.ask("status")
+            except (ConnectionError, TimeoutError):
+                infos += [{**_NOTHING, "name": name, "state": process.state} for name in process.vhosts]
+        pids = {os.getpid(), *(info["pid"] for info in infos if info["pid"])}
         return {
             "node": {
                 "pid": os.getpid(),
                 "uptime": time.time() - self.started_at,
-                "memory_bytes": resident_bytes(),
+                "memory_bytes": sum(map(resident_bytes, pids)),
                 "durability": self.config.durability,
                 "version": warren.__version__,
-                "alarms": [f"the disk of vhost '{v.name}' is full" for v in self.vhosts.values() if v.disk_full],
+                "alarms": [f"the disk of vhost '{info['name']}' is full" for info in infos if info["disk_full"]],
             },
-            "vhosts": [vhost_status(vhost.info()) for vhost in self.vhosts.values()],
+            "vhosts": [vhost_status(info) for info in infos],
         }

@@ -42,7 +42,7 @@ from warren.errors import (
     StorePathError,
     WarrenError,
 )
-from warren.node.permissions import Grant, TopicGrant
+from warren.vhost.permissions import Grant, TopicGrant
 
 FILE_NAME = "node.db"
 

@@ -1,0 +1,148 @@
+"""The process of one or several vhosts: its loop, its control socket, its end.
+
+It is forked from a warm parent (`zygote.py`), recovers its vhosts, says "up", and takes over clients' sockets. It ends
+when it is told to, when its store fails (then the supervisor starts it anew, through recovery), or when the node is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+import uvloop
+
+from warren.amqp.connection import Connection
+from warren.amqp.errors import AmqpError
+from warren.errors import StoreLockedError, WarrenError
+from warren.vhost.control import ControlSocket, Message
+from warren.vhost.grants import Grants
+from warren.vhost.permissions import Permissions
+from warren.vhost.vhost import Vhost
+
+log = logging.getLogger("warren.vhost")
+
+_LOCK_SECONDS = 15.0  # that a predecessor, whose node died, has to finish
+_GOODBYE_SECONDS = 2.0
+
+
+def run(sock: socket.socket, arguments: dict[str, Any]) -> int:
+    """The whole life of the process; its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the node decides
+    return uvloop.run(_Process(sock, arguments).run())
+
+
+class _Process:
+    def __init__(self, sock: socket.socket, arguments: dict[str, Any]) -> None:
+        self._sock = sock
+        self._arguments = arguments
+        self._vhosts: dict[str, Vhost] = {}
+        self._grants = Grants()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._code = 0
+
+    async def run(self) -> int:
+        self._stopping = asyncio.Event()
+        self._control = ControlSocket(self._sock, self._received, self._node_is_gone)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
+        try:
+            for name in self._arguments["vhosts"]:
+                self._vhosts[name] = await self._open(name)
+        except (WarrenError, OSError) as error:
+            log.error("%s", error)
+            self._control.send("failed", why=str(error))
+            return 1
+        self._control.send("up", pid=os.getpid())
+        await self._stopping.wait()
+        await self._stop()
+        return self._code
+
+    async def _open(self, name: str) -> Vhost:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                return Vhost(
+                    self._arguments["data_dir"],
+                    name,
+                    durability=self._arguments["durability"],
+                    max_message_size=self._arguments["max_message_size"],
+                    failed=self._store_failed,
+                )
+            except StoreLockedError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
+
+    async def _stop(self) -> None:
+        for vhost in self._vhosts.values():
+            for connection in list(vhost.connections):
+                connection.fail(AmqpError(320, "broker forced connection closure with reason 'shutdown'"))
+        leaving = [connection for vhost in self._vhosts.values() for connection in vhost.departing]
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        while any(connection.state != "closed" for connection in leaving) and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        for connection in leaving:
+            connection.abort()
+        for vhost in self._vhosts.values():
+            await vhost.stop()
+
+    def _store_failed(self, error: WarrenError) -> None:
+        self._control.send("failed", why=str(error))
+        self._code = 1
+        self._stopping.set()
+
+    def _node_is_gone(self) -> None:
+        if not self._stopping.is_set():
+            log.info("the node is gone: process %s finishes its commits and exits", os.getpid())
+        self._stopping.set()
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _received(self, message: Message, descriptor: int | None) -> None:
+        what = message["what"]
+        if what == "hand_over":
+            assert descriptor is not None
+            self._start(self._take_over(socket.socket(fileno=descriptor), message))
+        elif what == "grants":
+            self._grants.put(message["user"], message["vhost"], message["grant"])
+            self._control.answer(message, True)
+        elif what == "status":
+            self._control.answer(message, [vhost.info() for vhost in self._vhosts.values()])
+        elif what == "stop":
+            self._stopping.set()
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _take_over(self, sock: socket.socket, opened: Message) -> None:
+        vhost = self._vhosts.get(opened["vhost"])
+        if vhost is None or self._stopping.is_set():
+            sock.close()
+            return
+        self._grants.put(opened["user"], opened["vhost"], opened["grant"])
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                lambda: Connection(
+                    vhost,
+                    user=opened["user"],
+                    permissions=Permissions(self._grants, opened["user"], opened["vhost"]),
+                    frame_max=opened["frame_max"],
+                    channel_max=opened["channel_max"],
+                    heartbeat=opened["heartbeat"],
+                    client_properties=opened["client_properties"],
+                    peer=opened["peer"],
+                ),
+                sock,
+            )
+        except OSError as error:
+            log.info("client %s: %s", opened["peer"], error)
+            sock.close()
