@@ -16,7 +16,8 @@ from warren.testing import running_broker
 TOOLS = ("amqp-publish", "amqp-consume", "amqp-get", "amqp-declare-queue", "amqp-delete-queue")
 missing = [tool for tool in TOOLS if shutil.which(tool) is None]
 pytestmark = pytest.mark.skipif(
-    bool(missing), reason=f"{', '.join(missing)} not found: apt-get install -y amqp-tools (package of Debian and Ubuntu)"
+    bool(missing),
+    reason=f"{', '.join(missing)} not found: apt-get install -y amqp-tools (package of Debian and Ubuntu)",
 )
 
 

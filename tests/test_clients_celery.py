@@ -50,8 +50,23 @@ class Site:
             "WARREN_TEST_CELERY_NOTES": str(self.notes),
         }
         log = (self.notes / f"{name}.log").open("wb")
-        command = ["-m", "celery", "-A", "tests.celery_tasks", "worker", "-P", "solo", "-l", "INFO", "-n", f"{name}@test"]
-        with log, subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=log) as process:
+        command = [
+            "-m",
+            "celery",
+            "-A",
+            "tests.celery_tasks",
+            "worker",
+            "-P",
+            "solo",
+            "-l",
+            "INFO",
+            "-n",
+            f"{name}@test",
+        ]
+        with (
+            log,
+            subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=log) as process,
+        ):
             try:
                 eventually(lambda: self.is_ready(name) or process.poll() is not None, SECONDS)
                 assert process.poll() is None, self.log(name)
@@ -187,7 +202,6 @@ def test_a_second_worker_finds_the_first_and_shares_the_work(site):
 def test_results_do_not_pile_up_in_the_broker(site):
     """rpc:// has one queue for results, and they were all taken."""
     site.call("add", 1, 1)
-
 
     def left() -> dict[str, int]:
         names = [name for name in list(site.broker.broker.vhosts["/"].queues) if "celeryev" not in name]

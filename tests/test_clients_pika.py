@@ -164,12 +164,29 @@ def test_a_consumer_gets_what_was_there_and_what_comes(channel, q):
     publish(channel, q, b"after")
     pump(channel.connection, lambda: len(inbox) == 2)
     assert inbox.bodies == [b"before", b"after"]
-    assert [(method.consumer_tag, method.delivery_tag) for method, _, _ in inbox.deliveries] == [("mine", 1), ("mine", 2)]
+    assert [(method.consumer_tag, method.delivery_tag) for method, _, _ in inbox.deliveries] == [
+        ("mine", 1),
+        ("mine", 2),
+    ]
     channel.basic_cancel(tag)
     publish(channel, q, b"late")
     settle(channel)
     assert len(inbox) == 2
     assert drain(channel, q) == [b"late"]
+
+
+@pytest.mark.parametrize("global_qos", [False, True])
+def test_a_cancelled_consumer_gets_nothing_more_when_its_messages_are_acked(channel, q, global_qos):
+    inbox = Inbox()
+    channel.basic_qos(prefetch_count=1, global_qos=global_qos)
+    tag = channel.basic_consume(q, inbox)
+    publish(channel, q, b"1", b"2", b"3")
+    pump(channel.connection, lambda: len(inbox) == 1)
+    channel.basic_cancel(tag)
+    channel.basic_ack(inbox.tags[0])
+    settle(channel)
+    assert inbox.bodies == [b"1"]
+    assert drain(channel, q) == [b"2", b"3"]
 
 
 def test_consumers_of_a_queue_take_turns(channel, q):

@@ -179,6 +179,51 @@ def test_a_fanout_exchange_copies_to_all_its_queues(channel):
     assert [drain(channel, name) for name in names] == [[b"1", b"2"]] * 3
 
 
+@pytest.mark.parametrize("size", [10, 10_000])
+def test_a_persistent_message_reaches_durable_and_other_queues_and_each_settles_its_own(broker, channel, size):
+    exchange = declare_exchange(channel, "fanout")
+    durable = [unique(), unique()]
+    for name in durable:
+        channel.queue_declare(name, durable=True)
+    names = [*durable, declare(channel)]
+    for name in names:
+        channel.queue_bind(name, exchange)
+    channel.confirm_delivery()
+    bodies = [b"%d" % number * size for number in range(3)]
+    publish(channel, "", *bodies, exchange=exchange, delivery_mode=2)
+    first = [channel.basic_get(name) for name in names]
+    assert [body for _, _, body in first] == [bodies[0]] * 3
+    channel.basic_ack(first[0][0].delivery_tag)
+    channel.basic_nack(first[1][0].delivery_tag, requeue=True)
+    channel.basic_reject(first[2][0].delivery_tag, requeue=False)
+    assert [drain(channel, name) for name in names] == [bodies[1:], bodies, bodies[1:]]
+    for name in durable:
+        channel.queue_delete(name)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"x-message-ttl": 0}, {"x-max-length": 0}, {"x-max-length": 0, "x-overflow": "reject-publish"}]
+)
+def test_a_durable_queue_that_keeps_nothing_hands_over_its_share_of_a_fanout(broker, channel, arguments):
+    exchange = declare_exchange(channel, "fanout")
+    keeps, hands_over = unique(), unique()
+    channel.queue_declare(keeps, durable=True)
+    channel.queue_declare(hands_over, durable=True, arguments=arguments)
+    for name in (keeps, hands_over):
+        channel.queue_bind(name, exchange)
+    publish(channel, "", b"before", exchange=exchange, delivery_mode=2)
+    inbox = Inbox()
+    other = channel.connection.channel()
+    other.basic_consume(hands_over, inbox)
+    publish(channel, "", b"1", b"2", exchange=exchange, delivery_mode=2)
+    settle(channel)
+    expected = [] if arguments.get("x-overflow") else [b"1", b"2"]
+    pump(channel.connection, lambda: inbox.bodies == expected)
+    assert drain(channel, keeps) == [b"before", b"1", b"2"]
+    for name in (keeps, hands_over):
+        channel.queue_delete(name)
+
+
 @pytest.mark.parametrize(
     ("pattern", "keys"),
     [
@@ -287,7 +332,7 @@ def test_messages_expire_by_their_own_time_to_live_or_the_queues_whichever_is_sh
     publish(channel, name, b"short", expiration="30")
     publish(channel, name, b"long", expiration="600000")
     eventually(lambda: broker.queue_info(name)["expired"] == 1)
-    method, properties, body = channel.basic_get(name)
+    _, properties, body = channel.basic_get(name)
     assert (body, properties.expiration) == (b"long", "600000")
 
 
@@ -406,6 +451,19 @@ def test_a_dead_letter_exchange_that_is_not_there_drops_the_message(broker, chan
     assert broker.queue_info(name)["messages"] == 0
 
 
+def test_dead_letters_that_come_together_pass_a_length_limit_while_a_consumer_waits(channel):
+    dead = declare(channel, x_max_length=1)
+    name = declare(channel, x_dead_letter_exchange="", x_dead_letter_routing_key=dead)
+    inbox = Inbox()
+    channel.basic_consume(dead, inbox)
+    publish(channel, name, *(b"%d" % number for number in range(20)))
+    for _ in range(20):
+        method, _, _ = channel.basic_get(name)
+    channel.basic_nack(method.delivery_tag, multiple=True, requeue=False)
+    pump(channel.connection, lambda: len(inbox) == 20)
+    assert inbox.bodies == [b"%d" % number for number in range(20)]
+
+
 def test_reject_publish_dlx_sends_the_refused_message_to_the_dead_letters(channel):
     dead = declare(channel)
     name = declare(
@@ -437,7 +495,9 @@ def test_the_length_limit_counts_ready_messages_only(channel):
     assert drain(channel, name) == [b"2", b"3"]
 
 
-@pytest.mark.xfail(strict=True, reason="the storage engine's ready_bytes counts properties too; RabbitMQ counts bodies only")
+@pytest.mark.xfail(
+    strict=True, reason="the storage engine's ready_bytes counts properties too; RabbitMQ counts bodies only"
+)
 def test_the_byte_limit_counts_bodies(channel):
     name = declare(channel, x_max_length_bytes=10)
     publish(channel, name, b"aaaa", b"bbbb", headers={"long": "x" * 500})
@@ -446,7 +506,9 @@ def test_the_byte_limit_counts_bodies(channel):
     assert drain(channel, name) == [b"bbbb", b"cccc"]
 
 
-@pytest.mark.xfail(strict=True, reason="the storage engine's ready_bytes counts properties too; RabbitMQ counts bodies only")
+@pytest.mark.xfail(
+    strict=True, reason="the storage engine's ready_bytes counts properties too; RabbitMQ counts bodies only"
+)
 def test_the_byte_limit_rejects_by_the_bodies(channel):
     name = declare(channel, x_max_length_bytes=10, x_overflow="reject-publish")
     channel.confirm_delivery()

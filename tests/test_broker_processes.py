@@ -1,0 +1,183 @@
+"""The broker in its own processes, ended in every way: by the operator, by kill -9 of a vhost, by kill -9 of the node."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import threading
+import time
+
+import pika
+import pika.exceptions
+import pytest
+
+from tests.broker_process import Served, served
+from warren.amqp.methods import encode
+from warren.kernel.frame_writer import method_frame, publishes
+
+# pika leaves the sockets of lost connections to the collector.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+LOST = (pika.exceptions.AMQPError, OSError)
+PERSISTENT = pika.BasicProperties(delivery_mode=2)
+
+
+def test_a_stop_by_the_operator_exits_with_0_and_the_next_start_is_clean(tmp_path):
+    with served(tmp_path / "data") as broker:
+        connection = broker.connect()
+        channel = connection.channel()
+        channel.queue_declare("q", durable=True)
+        channel.confirm_delivery()
+        channel.basic_publish("", "q", b"kept", PERSISTENT)
+        assert broker.stop() == 0
+        with pytest.raises(pika.exceptions.AMQPError):
+            connection.process_data_events(1)
+        broker.start()
+        channel = broker.connect().channel()
+        method, _, body = channel.basic_get("q")
+        assert (body, method.redelivered) == (b"kept", False)
+
+
+def test_a_whole_session_in_one_segment_is_served(tmp_path):
+    """The node reads exact frames: what is behind connection.open belongs to the vhost's process."""
+    with served(tmp_path / "data") as broker, socket.create_connection(("127.0.0.1", broker.port)) as sock:
+        start_ok = encode("connection.start-ok", mechanism="PLAIN", response=b"\0guest\0guest", locale="en_US")
+        sock.sendall(
+            b"AMQP\x00\x00\x09\x01"
+            + method_frame(0, start_ok)
+            + method_frame(0, encode("connection.tune-ok", channel_max=10, frame_max=131072))
+            + method_frame(0, encode("connection.open", virtual_host="/"))
+            + method_frame(1, encode("channel.open"))
+            + method_frame(1, encode("queue.declare", queue="q", durable=True))
+            + method_frame(1, encode("confirm.select"))
+            + publishes(1, b"", b"q", 0, b"\x10\x00\x02", [b"%d" % number for number in range(1000)], 131072)
+            + method_frame(1, encode("queue.declare", queue="q", passive=True))
+        )
+        sock.settimeout(20)
+        received = b""
+        ready = method_frame(1, encode("queue.declare-ok", queue="q", message_count=1000))
+        while ready not in received:
+            data = sock.recv(65536)
+            assert data, received
+            received += data
+
+
+class Publisher(threading.Thread):
+    """Publishes with confirms, and writes down what was confirmed; reconnects for ever."""
+
+    def __init__(self, broker: Served, vhost: str = "/", queue: str = "q") -> None:
+        super().__init__(daemon=True)
+        self._broker = broker
+        self._vhost = vhost
+        self._queue = queue
+        self.confirmed: list[int] = []
+        self.attempted = 0
+        self.losses = 0
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        while not self.stopping.is_set():
+            with contextlib.suppress(*LOST):
+                connection = self._broker.connect(self._vhost)
+                channel = connection.channel()
+                channel.queue_declare(self._queue, durable=True)
+                channel.confirm_delivery()
+                while not self.stopping.is_set():
+                    number = self.attempted
+                    self.attempted += 1
+                    channel.basic_publish("", self._queue, b"%d" % number, PERSISTENT)
+                    self.confirmed.append(number)
+                connection.close()
+                return
+            self.losses += 1
+
+    def until(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        wanted = len(self.confirmed) + count
+        while len(self.confirmed) < wanted:
+            assert time.monotonic() < deadline, "publishing does not go on"
+            time.sleep(0.002)
+
+
+def drain(broker: Served, queue: str, vhost: str = "/") -> list[tuple[int, bool]]:
+    connection = broker.connect(vhost)
+    channel = connection.channel()
+    found = []
+    while True:
+        method, _, body = channel.basic_get(queue, auto_ack=True)
+        if method is None:
+            connection.close()
+            return found
+        found.append((int(body), method.redelivered))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", ["vhost", "node"])
+def test_kill_9_loses_nothing_that_was_confirmed_and_others_do_not_notice(
+    tmp_path, victim, scale, seed, record_property
+):
+    kills = scale.scale(20)
+    chance = random.Random(seed)
+    with served(tmp_path / "data", vhosts=("other",), WARREN_VHOST_MAX_RESTARTS="1000") as broker:
+        publisher = Publisher(broker)
+        bystander = Publisher(broker, "other")
+        publisher.start()
+        bystander.start()
+        for _ in range(kills):
+            publisher.until(chance.randrange(5, 60))
+            if victim == "vhost":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(broker.vhost_pid(), signal.SIGKILL)
+            else:
+                broker.kill_node()
+                broker.start()
+        publisher.until(20)
+        bystander.until(20)
+        for one in (publisher, bystander):
+            one.stopping.set()
+            one.join(30)
+        if victim == "vhost":
+            assert bystander.losses == 0
+        for vhost, one in (("/", publisher), ("other", bystander)):
+            found = [number for number, _ in drain(broker, "q", vhost)]
+            assert set(one.confirmed) <= set(found)
+            assert found == sorted(set(found)), "in order, and none twice"
+        record_property("kills", kills)
+        record_property("confirmed", len(publisher.confirmed))
+
+
+def test_a_vhost_that_keeps_failing_stays_down_and_says_so(tmp_path):
+    def other() -> dict[str, object]:
+        return next(vhost for vhost in broker.status()["vhosts"] if vhost["name"] == "other")
+
+    with served(tmp_path / "data", vhosts=("other",)) as broker:
+        deadline = time.monotonic() + 60
+        while other()["state"] != "down":
+            assert time.monotonic() < deadline
+            pid = other()["pid"]
+            if isinstance(pid, int) and pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        with pytest.raises(pika.exceptions.AMQPError, match="down"):
+            pika.BlockingConnection(pika.URLParameters(broker.url("other")))
+        broker.connect().channel().queue_declare("the others go on")
+
+
+@pytest.mark.parametrize(
+    "bytes_",
+    [b"GET / HTTP/1.1\r\n\r\n", b"AMQP\x00\x01\x00\x00", b"\0" * 8],
+    ids=["http", "amqp-1.0", "zeros"],
+)
+def test_what_is_no_amqp_is_told_the_version_and_closed(tmp_path, bytes_):
+    with served(tmp_path / "data", "--inline") as broker, socket.create_connection(("127.0.0.1", broker.port)) as sock:
+        sock.settimeout(10)
+        sock.sendall(bytes_)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := sock.recv(100):
+                received += data
+        assert received in (b"AMQP\x00\x00\x09\x01", b"")
+        broker.connect().close()
