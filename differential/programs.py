@@ -451,7 +451,7 @@ class Maker:
         if kind == 1:  # content without a method, a body without a header, an unknown kind of frame
             return Step("frame", {"kind": chance.choice((2, 3, 4, 8)), "payload": b"\0" * 14}, **where)
         if kind == 2:  # a publish without content, and then another method
-            return Step("frame", {"kind": 1, "payload": bytes.fromhex("003c0028000000000000")}, **where)
+            return Step("frame", {"kind": 1, "payload": bytes.fromhex("003c00280000000000")}, **where)
         if kind == 3:  # what only a broker sends
             name = chance.choice(("queue.declare-ok", "basic.deliver", "basic.return", "basic.get-empty", "tx.select-ok"))
             return Step(name, {}, **where)

@@ -379,6 +379,7 @@ class Channel:
         self._window: asyncio.Future[None] | None = None
         self._most_open = 0
         self._ack_every = 0
+        self._prefetch = 0
         self._on_batch: Callable[[Batch], None] | None = None
 
     # -- queues ------------------------------------------------------------------------------------------------------
@@ -487,6 +488,7 @@ class Channel:
 
     async def qos(self, prefetch: int) -> None:
         """At most so many messages without an ack; 0: any number. For consumers to come."""
+        self._prefetch = prefetch
         await self._call("basic.qos", prefetch_count=prefetch)
 
     async def consume(
@@ -529,7 +531,7 @@ class Channel:
 
     async def synchronise(self) -> None:
         """Returns when the broker has read everything that was sent on this channel: acks have no answers."""
-        await self._call("basic.qos")
+        await self.qos(self._prefetch)  # any request would do; this one changes nothing
 
     async def close(self) -> None:
         """Deliveries that are not acked go back to their queue."""

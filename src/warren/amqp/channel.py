@@ -142,8 +142,7 @@ class Channel(Declarations):
         delay = self._delay(exchange, headers)
         names = self.vhost.router.route_many(exchange.name, keys, lambda: headers, lambda: properties)
         if delay and names:
-            self.vhost.delay(exchange.name, keys, delay, entry, self)
-            self._settle_publish([], False, 1)
+            self._settle_publish([], self.vhost.delay(exchange.name, delay, entry), 1)
             return
         self.deliver(names, mandatory, [entry])
 

@@ -195,6 +195,8 @@ class Declarations:
         if passive:
             self._check_exchange(exchange)
         else:
+            if not exchange:
+                raise AmqpError(403, "operation not permitted on the default exchange", 40, 10)
             self._allow("configure", "exchange", exchange)
             self._routed(lambda: self._declare_exchange(exchange, type, durable, auto_delete, internal, arguments))
         if not nowait:

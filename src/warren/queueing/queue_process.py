@@ -171,6 +171,11 @@ class QueueProcess:
     def accept(self, entries: list[Entry]) -> None:
         """Messages came to the backing queue by another way: fan-out, a transaction."""
         self.published += len(entries)
+        if self.consumers.waiting():
+            # Who waits gets them first; limits and times to live are for what stays.
+            expiring, self._expiring = self._expiring, False
+            self.run()
+            self._expiring = self._expiring or expiring
         self._arrived(entries)
         self.run()
 

@@ -12,14 +12,18 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from warren.amqp.errors import AmqpError
 from warren.errors import QueueArgumentError, WarrenError
-from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, copy_entries, seqs_of
+from warren.kernel.entry import PERSISTENT, Entry, copy_entries, seqs_of
 from warren.queueing.arguments import QueueArguments, known_arguments
 from warren.queueing.dead_letter import Death
+from warren.queueing.delayed import PREFIX as DELAYED_PREFIX
+from warren.queueing.delayed import DelayedQueue
+from warren.queueing.properties import build_head, decode_head
 from warren.queueing.queue_process import Cancellable, QueueProcess
 from warren.routing.binding import Binding
 from warren.routing.exchange import Exchange
@@ -29,6 +33,15 @@ from warren.storage.vhost_store import StoredQueue, VhostStore
 from warren.vhost.commits import Commits
 
 log = logging.getLogger("warren.vhost")
+
+
+@dataclass(slots=True)
+class _Move:
+    """Messages that leave one queue for others."""
+
+    publishes: list[tuple[StoredQueue, Entry]] = field(default_factory=list)
+    acks: list[tuple[StoredQueue, list[int]]] = field(default_factory=list)
+    arrived: dict[QueueProcess, list[Entry]] = field(default_factory=dict)
 
 
 class Vhost:
@@ -57,7 +70,7 @@ class Vhost:
         self.failure: WarrenError | None = None
         self.started_at = time.time()
         self._failed = failed
-        self._moves = 0  # dead letters that wait for their commit
+        self.delayed: dict[str, DelayedQueue] = {}  # by exchange
         self._recover()
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -65,7 +78,8 @@ class Vhost:
     def _recover(self) -> None:
         """Queues, then exchanges and bindings, and only then may queues act: they may send to each other."""
         for stored in list(self.store.queues.values()):
-            self._add(stored, None, stored.record.auto_delete)
+            if not stored.name.startswith(DELAYED_PREFIX):
+                self._add(stored, None, stored.record.auto_delete)
         metadata = self.store.metadata
         for row in metadata.exchanges():
             exchange = Exchange(
@@ -77,6 +91,7 @@ class Vhost:
                 arguments=dict(row.arguments),
             )
             self.router.declare(exchange)
+            self._add_delayed(exchange)
         for bound in metadata.bindings():
             self.router.bind(
                 Binding(
@@ -94,6 +109,8 @@ class Vhost:
         """A clean stop: connections are closed by their owner before."""
         for queue in self.queues.values():
             queue.deleted = True  # no timer acts from now on
+        for delayed in self.delayed.values():
+            delayed.close()
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -202,6 +219,7 @@ class Vhost:
 
     def declare_exchange(self, exchange: Exchange) -> None:
         self.router.declare(exchange)
+        self._add_delayed(exchange)
         if exchange.durable:
             with self.store.lock:
                 self.store.metadata.put_exchange(exchange)
@@ -227,6 +245,11 @@ class Vhost:
     def _forget(self, removed: Removed) -> None:
         if not removed.exchanges and not removed.bindings:
             return
+        for exchange in removed.exchanges:
+            delayed = self.delayed.pop(exchange.name, None)
+            if delayed is not None:
+                delayed.close()
+                self.store.delete(delayed.stored.name)
         metadata = self.store.metadata
         with self.store.lock, metadata.transaction():
             metadata.delete_bindings(removed.bindings)
@@ -286,44 +309,81 @@ class Vhost:
         exchange = arguments.dead_letter_exchange
         if exchange is None or (exchange and exchange not in self.router.exchanges):
             return False
-        publishes: list[tuple[StoredQueue, Entry]] = []
-        arrived: dict[QueueProcess, list[Entry]] = {}
-        now = time.time_ns() // 1000
+        move = _Move()
         for entry in entries:
             death = Death(entry.head, queue.name, reason, exchange, arguments.dead_letter_routing_key)
             headers = death.headers
             for name in self.router.route_many(exchange, death.keys, partial(dict, headers), from_broker=True):
-                target = self.queues.get(name)
-                if target is None or not death.allows(name):
-                    continue
-                copy = Entry(0, death.head, entry.body, entry.flags & ~IN_STORE, now)
-                copy.level = min(entry.level, target.highest)
-                if not target.durable:
-                    copy.flags = 0
-                if target.ttl_us >= 0:
-                    copy.expiry = now + target.ttl_us
-                if target.admit([copy])[0]:
-                    publishes.append((target.stored, copy))
-                    arrived.setdefault(target, []).append(copy)
-        acks = [(queue.stored, seqs_of(entries))] if pending else []
-
-        def committed() -> None:  # by the thread of the commits, with the engine's lock
-            self._loop.call_soon_threadsafe(self._moved, arrived)
-
-        self._moves += 1
-        self.store.transact_later(publishes, acks, committed)
-        self.wake()
+                if death.allows(name):
+                    self._add_copy(move, name, death.head, entry)
+        if pending:
+            move.acks.append((queue.stored, seqs_of(entries)))
+        self._do(move)
         return True
 
-    def _moved(self, arrived: dict[QueueProcess, list[Entry]]) -> None:
-        self._moves -= 1
+    def _add_copy(self, move: _Move, name: str, head: bytes, entry: Entry) -> None:
+        """A message that leaves one queue comes to another as a new one."""
+        target = self.queues.get(name)
+        if target is None:
+            return
+        now = time.time_ns() // 1000
+        copy = Entry(0, head, entry.body, entry.flags & PERSISTENT if target.durable else 0, now)
+        copy.level = min(entry.level, target.highest)
+        if target.ttl_us >= 0:
+            copy.expiry = now + target.ttl_us
+        if target.admit([copy])[0]:
+            move.publishes.append((target.stored, copy))
+            move.arrived.setdefault(target, []).append(copy)
+
+    def _do(self, move: _Move) -> None:
+        """Publishes and acks as one; the targets learn of it when it is safe."""
+
+        def committed() -> None:  # by the thread of the commits, with the engine's lock
+            self._loop.call_soon_threadsafe(self._moved, move.arrived)
+
+        self.store.transact_later(move.publishes, move.acks, committed)
+        self.wake()
+
+    @staticmethod
+    def _moved(arrived: dict[QueueProcess, list[Entry]]) -> None:
         for queue, entries in arrived.items():
             if not queue.deleted:
                 queue.accept(entries)
 
-    def delay(self, exchange: str, keys: list[str], milliseconds: int, entry: Entry, channel: Any) -> None:
-        """Hold a message back before it is routed."""
-        raise AmqpError(540, "x-delay is not implemented yet")
+    # -- delays ------------------------------------------------------------------------------------------------------
+
+    def _add_delayed(self, exchange: Exchange) -> None:
+        if exchange.delayed and exchange.name not in self.delayed:
+            self.delayed[exchange.name] = DelayedQueue(
+                self.store, exchange.name, exchange.durable, fire=self._fire, later=self.later
+            )
+
+    def delay(self, exchange: str, milliseconds: int, entry: Entry) -> bool:
+        """Hold a message back before it is routed; whether a confirm has to wait for a commit."""
+        journaled = self.delayed[exchange].add(entry, time.time_ns() // 1000 + milliseconds * 1000)
+        if journaled:
+            self.wake()
+        return journaled
+
+    def _fire(self, exchange: str, source: StoredQueue, entries: list[Entry]) -> None:
+        """Their time has come: route them now."""
+        move = _Move()
+        for entry in entries:
+            head = decode_head(entry.head)
+            properties = dict(head.properties)
+            found = properties.get("headers")
+            headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
+            delay = headers.get("x-delay")
+            if isinstance(delay, int):
+                headers["x-delay"] = -delay  # as the plugin does: it was waited for
+            properties["headers"] = headers
+            carbon = headers.get("CC")
+            keys = [head.routing_key, *(carbon if isinstance(carbon, list) else ())]
+            fired = build_head(head.exchange, head.routing_key, properties)
+            for name in self.router.route_many(exchange, keys, partial(dict, headers), from_broker=True):
+                self._add_copy(move, name, fired, entry)
+        move.acks.append((source, seqs_of(entries)))
+        self._do(move)
 
     def is_reply_name(self, name: str) -> bool:
         """Does a channel wait for replies under this name?"""

@@ -1,0 +1,168 @@
+"""Messages that wait for their time before they are routed: the hidden queue of an `x-delayed-message` exchange.
+
+A waiting message is a pending message of the hidden queue: only its seq_id is in RAM, as part of a range. Its due time is
+the `expiry` of its slot. The order by due time is an LMDB table of (due, seq_id), which is rebuilt from the queue at every
+start; so ten million waiting messages cost no memory, and a crash between the queue and the table costs nothing.
+
+When its time has come a message is published to its targets and acked here in one transaction.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import lmdb
+
+from warren.kernel.entry import PERSISTENT, Entry
+from warren.storage.vhost_store import StoredQueue, VhostStore
+
+PREFIX = "amq.delayed/"  # of the hidden queues' names
+_KEY = struct.Struct(">QQ")
+_MAP_BYTES = 1 << 36  # of address space, not of disk
+_MOST_AT_ONCE = 256
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+class TimeTable:
+    """(due, seq_id) on disk, in order of time."""
+
+    def __init__(self, path: str) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        self._environment = lmdb.open(path, map_size=_MAP_BYTES, sync=False, metasync=False, lock=False)
+
+    def put_many(self, rows: list[tuple[int, int]]) -> None:
+        with self._environment.begin(write=True) as transaction:
+            for due, seq in rows:
+                transaction.put(_KEY.pack(due, seq), b"")
+
+    def remove_many(self, rows: list[tuple[int, int]]) -> None:
+        with self._environment.begin(write=True) as transaction:
+            for due, seq in rows:
+                transaction.delete(_KEY.pack(due, seq))
+
+    def first(self, count: int, upto: int) -> list[tuple[int, int]]:
+        """The first of those that are due at `upto`."""
+        rows: list[tuple[int, int]] = []
+        with self._environment.begin() as transaction:
+            for key in transaction.cursor().iternext(values=False):
+                due, seq = _KEY.unpack(key)
+                if due > upto or len(rows) >= count:
+                    break
+                rows.append((due, seq))
+        return rows
+
+    def next_due(self) -> int | None:
+        with self._environment.begin() as transaction:
+            cursor = transaction.cursor()
+            return int(_KEY.unpack(cursor.key())[0]) if cursor.first() else None
+
+    def __len__(self) -> int:
+        return int(self._environment.stat()["entries"])
+
+    def close(self) -> None:
+        self._environment.close()
+
+
+class DelayedQueue:
+    """What waits for one exchange."""
+
+    def __init__(
+        self,
+        store: VhostStore,
+        exchange: str,
+        durable: bool,
+        *,
+        fire: Callable[[str, StoredQueue, list[Entry]], None],
+        later: Callable[[float, Callable[[], None]], Cancellable],
+    ) -> None:
+        self.exchange = exchange
+        self._store = store
+        self._fire = fire
+        self._later = later
+        self._timer: Cancellable | None = None
+        self._timer_due = 0
+        self._closed = False
+        self.stored = store.declare(PREFIX + exchange, durable=durable)
+        self._durable = durable and store.durability != "memory"
+        self._table = TimeTable(os.path.join(store.root, f"delayed-{self.stored.uid}.lmdb"))
+        self._recover()
+
+    def _recover(self) -> None:
+        """Everything waits again, in the order of its time."""
+        rows: list[tuple[int, int]] = []
+
+        def note(entry: Entry, unacked: bool, count: int) -> tuple[bool, int]:
+            rows.append((entry.expiry, entry.seq))
+            if len(rows) >= 4096:
+                self._table.put_many(rows)
+                rows.clear()
+            return True, count + 1
+
+        with self._store.lock:
+            self.stored.backing.fold(note, 0)
+            self._table.put_many(rows)
+            while self.stored.backing.drop(4096, ack_required=True):
+                pass
+        self._set_timer()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def add(self, entry: Entry, due: int) -> bool:
+        """Hold a message until `due` (microseconds); whether a confirm has to wait for a commit."""
+        backing = self.stored.backing
+        if not self.stored.seqs.available(1):
+            self._store.reserve(self.stored, 1)
+        with self._store.lock:
+            self._store.committer.check_publish()
+            entry.seq = self.stored.seqs.take(1)
+            entry.expiry = due
+            entry.level = 0
+            if not self._durable:
+                entry.flags &= ~PERSISTENT
+            backing.publish([entry])
+            backing.drop(1, ack_required=True)
+        self._table.put_many([(due, entry.seq)])
+        self._set_timer()
+        return bool(entry.flags & PERSISTENT)
+
+    def _set_timer(self) -> None:
+        due = self._table.next_due()
+        if due is None or self._closed:
+            return
+        if self._timer is not None:
+            if self._timer_due <= due:
+                return
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = self._later(max(0.0, due / 1e6 - time.time()), self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        if self._closed:
+            return
+        rows = self._table.first(_MOST_AT_ONCE, time.time_ns() // 1000)
+        if rows:
+            found: list[Entry] = []
+            with self._store.lock:
+                self.stored.backing.ackfold(lambda entry, _: found.append(entry), None, [seq for _, seq in rows])
+            self._table.remove_many(rows)
+            self._fire(self.exchange, self.stored, found)
+        self._set_timer()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._table.close()
+
+    def info(self) -> dict[str, Any]:
+        return {"exchange": self.exchange, "messages_delayed": len(self._table)}

@@ -1,0 +1,84 @@
+"""x-delayed-message: messages wait on disk, in order of their time, and survive restarts."""
+
+from __future__ import annotations
+
+import time
+
+import pika
+import pytest
+
+from warren.testing import running_broker
+
+
+def declare(channel) -> None:
+    channel.exchange_declare("later", "x-delayed-message", durable=True, arguments={"x-delayed-type": "direct"})
+    channel.queue_declare("q", durable=True)
+    channel.queue_bind("q", "later", "k")
+    channel.confirm_delivery()
+
+
+def publish(channel, body: bytes, delay: int) -> None:
+    channel.basic_publish("later", "k", body, pika.BasicProperties(delivery_mode=2, headers={"x-delay": delay}))
+
+
+def wait_for(channel, count: int) -> list[tuple[bytes, int, float]]:
+    found = []
+    for method, properties, body in channel.consume("q", auto_ack=True, inactivity_timeout=20):
+        assert method is not None, found
+        found.append((body, properties.headers["x-delay"], time.time()))
+        if len(found) == count:
+            channel.cancel()
+            return found
+    raise AssertionError(found)
+
+
+@pytest.fixture
+def channel():
+    with running_broker() as broker:
+        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+        yield connection.channel()
+        connection.close()
+
+
+def test_messages_come_when_they_are_due_and_not_in_the_order_they_were_sent(channel):
+    declare(channel)
+    began = time.time()
+    for body, delay in ((b"third", 600), (b"first", 200), (b"second", 400)):
+        publish(channel, body, delay)
+    assert channel.queue_declare("q", passive=True).method.message_count == 0
+    found = wait_for(channel, 3)
+    assert [(body, delay) for body, delay, _ in found] == [(b"first", -200), (b"second", -400), (b"third", -600)]
+    assert found[0][2] - began >= 0.2
+    assert found[2][2] - began >= 0.6
+
+
+def test_a_message_without_a_delay_goes_at_once(channel):
+    declare(channel)
+    channel.basic_publish("later", "k", b"now", mandatory=True)
+    assert channel.basic_get("q")[2] == b"now"
+
+
+def test_what_waits_survives_a_restart(tmp_path):
+    with running_broker(str(tmp_path)) as broker:
+        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+        channel = connection.channel()
+        declare(channel)
+        publish(channel, b"late", 1500)
+        publish(channel, b"soon", 100)
+        assert wait_for(channel, 1)[0][0] == b"soon"
+        connection.close()
+    with running_broker(str(tmp_path)) as broker:
+        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+        channel = connection.channel()
+        assert wait_for(channel, 1)[0][:2] == (b"late", -1500)
+        assert broker.call(lambda: len(broker.broker.vhosts["/"].delayed["later"])) == 0
+        connection.close()
+
+
+def test_an_exchange_takes_what_waits_for_it_with_it(channel):
+    declare(channel)
+    publish(channel, b"never", 300)
+    channel.exchange_delete("later")
+    declare(channel)
+    publish(channel, b"other", 500)
+    assert [body for body, _, _ in wait_for(channel, 1)] == [b"other"]
