@@ -101,10 +101,10 @@ class Address:
 
 
 class Batch(NamedTuple):
-    """Messages that arrived together on a channel. Their delivery tags are the `count` up to `last_tag`."""
+    """Messages that arrived together on a channel. Their delivery tags are the last ones up to `last_tag`."""
 
     last_tag: int
-    count: int
+    messages: int
     body_bytes: int
     redelivered: int
     bodies: list[bytes] | None  # only where the consumer collects
@@ -173,7 +173,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def channel(self) -> Channel:
         """A new channel."""
-        self._check()
+        self.check()
         channel = Channel(self, self._free_numbers.pop())
         self._channels[channel.number] = channel
         await channel._call("channel.open")
@@ -185,7 +185,7 @@ class Connection(asyncio.BufferedProtocol):
             await asyncio.sleep(0)
         else:
             await self._writable.wait()
-        self._check()
+        self.check()
 
     @property
     def is_open(self) -> bool:
@@ -227,7 +227,7 @@ class Connection(asyncio.BufferedProtocol):
         end = self._filled + nbytes
         self._last_in = time.monotonic()
         try:
-            if self._view[:4] == b"AMQP" and not self._opened.done():
+            if self._buffer[:4] == b"AMQP" and not self._opened.done():
                 raise ConnectionError(f"{self._address.host}:{self._address.port} does not speak AMQP 0-9-1")
             events = self._scanner.scan(self._buffer, end, time.monotonic_ns() // 1000)
         except (ValueError, ConnectionError) as error:
@@ -277,7 +277,8 @@ class Connection(asyncio.BufferedProtocol):
             self._last_out = time.monotonic()
             self._transport.write(data)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises what closed it."""
         if self._failure is not None:
             raise self._failure
 
@@ -430,7 +431,7 @@ class Channel:
 
     def send(self, frames: bytes, count: int) -> None:
         """Publish what `encode` made of `count` messages. Await `window` or `Connection.writable` between two of them."""
-        self._check()
+        self.check()
         if self._confirming:
             self.published += count
         self.connection._write(frames)
@@ -478,7 +479,7 @@ class Channel:
                 await self._window
             finally:
                 self._window = None
-        self._check()
+        self.check()
 
     async def settled(self) -> None:
         """Returns when every publish is confirmed; `nacked` has those that the broker refused."""
@@ -520,7 +521,7 @@ class Channel:
 
     def ack(self, tag: int, *, multiple: bool = True) -> None:
         """This one, and with `multiple` all before it."""
-        self._check()
+        self.check()
         self.connection._write(ack_frame(self.number, tag, multiple))
 
     def ack_all(self) -> None:
@@ -543,7 +544,7 @@ class Channel:
     # -- what comes --------------------------------------------------------------------------------------------------
 
     def _deliveries(self, batch: Batch) -> None:
-        self.delivered += batch.count
+        self.delivered += batch.messages
         self.delivered_bytes += batch.body_bytes
         self.redelivered += batch.redelivered
         self.last_tag = batch.last_tag
@@ -585,13 +586,14 @@ class Channel:
                 answer.set_result(arguments)
 
     async def _call(self, name: str, **arguments: Any) -> dict[str, Any]:
-        self._check()
+        self.check()
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers.append((f"{name}-ok", answer))
         self.connection._write(method_frame(self.number, encode(name, **arguments)))
         return await answer
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises what closed it."""
         if self._failure is not None:
             raise self._failure
 

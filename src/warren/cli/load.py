@@ -283,14 +283,14 @@ class Worker:
         def came(batch: Batch) -> None:
             self._counters[_BYTES] += batch.body_bytes
             self._counters[_REDELIVERED] += batch.redelivered
-            self._count(_CONSUMED, batch.count)
+            self._count(_CONSUMED, batch.messages)
 
         await channel.consume(
             load.queue_name(number), came, no_ack=not load.ack_every, ack_every=load.ack_every, collect=False
         )
         while not self._stopping.value:
             await asyncio.sleep(_POLL_SECONDS)
-            channel._check()
+            channel.check()
         if load.ack_every:
             channel.ack_all()
             await channel.synchronise()

@@ -93,6 +93,7 @@ class Broker:
                 "data_dir": str(config.data_dir),
                 "durability": config.durability,
                 "max_message_size": config.max_message_size,
+                "queue_type_aliases": dict(config.queue_type_aliases),
             },
             max_restarts=config.vhost_max_restarts,
             restart_period=config.vhost_restart_period,
@@ -120,6 +121,7 @@ class Broker:
             name,
             durability=config.durability,
             max_message_size=config.max_message_size,
+            queue_type_aliases=config.queue_type_aliases,
             failed=partial(self._vhost_failed, name),
         )
 

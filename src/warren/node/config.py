@@ -230,7 +230,8 @@ class Config(BaseSettings):
     )
     vhost_restart_period: Seconds = Field(default=300, description="seconds in which vhost_max_restarts are counted")
     queue_type_aliases: Annotated[dict[str, Literal["classic"]], BeforeValidator(_aliases), NoDecode] = Field(
-        default_factory=dict, description="values of x-queue-type that are taken for another, as in quorum=classic"
+        default={"quorum": "classic"},
+        description="values of x-queue-type that are taken for another, as in quorum=classic",
     )
     consumer_timeout: Seconds = Field(
         default=0, description="seconds that a consumer may keep a message unacked; 0: for ever"

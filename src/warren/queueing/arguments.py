@@ -155,7 +155,12 @@ def _short_string(name: str, value: object) -> None:
 
 def _queue_type(name: str, value: object) -> None:
     if value == "stream":
-        _refuse(name, value, "'classic' or 'quorum': Warren has no streams")
+        _refuse(
+            name,
+            value,
+            "'classic' or 'quorum'. In place of a stream take a durable classic queue: browsing, a snapshot and Spark read "
+            "it without consuming",
+        )
     _one_of("classic", "quorum")(name, value)
 
 

@@ -71,6 +71,7 @@ class _Process:
                     name,
                     durability=self._arguments["durability"],
                     max_message_size=self._arguments["max_message_size"],
+                    queue_type_aliases=self._arguments["queue_type_aliases"],
                     failed=self._store_failed,
                 )
             except StoreLockedError:

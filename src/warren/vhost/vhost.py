@@ -11,8 +11,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,15 @@ from warren.queueing.properties import build_head, decode_head
 from warren.queueing.queue_process import Cancellable, QueueProcess
 from warren.routing.binding import Binding
 from warren.routing.exchange import Exchange
+from warren.routing.policies import Policy, effective, queue_arguments
 from warren.routing.router import Removed, Router
 from warren.storage.settings import EngineSettings
 from warren.storage.vhost_store import StoredQueue, VhostStore
 from warren.vhost.commits import Commits
 
 log = logging.getLogger("warren.vhost")
+
+QUORUM_DELIVERY_LIMIT = 20
 
 
 @dataclass(slots=True)
@@ -54,10 +57,12 @@ class Vhost:
         settings: EngineSettings | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         max_message_size: int = 134_217_728,
+        queue_type_aliases: Mapping[str, str] | None = None,
         failed: Callable[[WarrenError], None] = lambda error: None,
     ) -> None:
         self.name = name
         self.max_message_size = max_message_size
+        self._aliases = {"quorum": "classic"} if queue_type_aliases is None else dict(queue_type_aliases)
         self._loop = loop or asyncio.get_running_loop()
         self.store = VhostStore(data_directory, name, durability=durability, settings=settings)
         self.commits = Commits(self.store, self._loop, self._on_failed, self._on_full)
@@ -70,6 +75,8 @@ class Vhost:
         self.failure: WarrenError | None = None
         self.started_at = time.time()
         self._failed = failed
+        self.policies: dict[str, Policy] = {}
+        self.operator_policies: dict[str, Policy] = {}
         self.delayed: dict[str, DelayedQueue] = {}  # by exchange
         self._recover()
 
@@ -77,10 +84,12 @@ class Vhost:
 
     def _recover(self) -> None:
         """Queues, then exchanges and bindings, and only then may queues act: they may send to each other."""
+        metadata = self.store.metadata
+        for kept, operator in ((self.policies, False), (self.operator_policies, True)):
+            kept.update({record.name: Policy(**asdict(record)) for record in metadata.policies(operator)})
         for stored in list(self.store.queues.values()):
             if not stored.name.startswith(DELAYED_PREFIX):
                 self._add(stored, None, stored.record.auto_delete)
-        metadata = self.store.metadata
         for row in metadata.exchanges():
             exchange = Exchange(
                 name=row.name,
@@ -92,6 +101,7 @@ class Vhost:
             )
             self.router.declare(exchange)
             self._add_delayed(exchange)
+            self._apply_to_exchange(exchange.name)
         for bound in metadata.bindings():
             self.router.bind(
                 Binding(
@@ -137,11 +147,47 @@ class Vhost:
     # -- queues ------------------------------------------------------------------------------------------------------
 
     def _add(self, stored: StoredQueue, exclusive_to: object | None, auto_delete: bool) -> QueueProcess:
-        arguments = QueueArguments.parse(known_arguments(stored.record.arguments))
+        arguments = self._effective(stored)
         queue = QueueProcess(self, stored, arguments, exclusive_to=exclusive_to, auto_delete=auto_delete)
+        queue.declared = QueueArguments.parse(known_arguments(stored.record.arguments))
         self.queues[stored.name] = queue
         self.router.add_queue(stored.name)
         return queue
+
+    def _effective(self, stored: StoredQueue) -> QueueArguments:
+        """Its arguments, with what policies and its type add."""
+        said = effective(self.policies.values(), self.operator_policies.values(), "queue", stored.name)
+        arguments = queue_arguments(said, known_arguments(stored.record.arguments))
+        if arguments.get("x-queue-type") == "quorum":
+            arguments.setdefault("x-delivery-limit", QUORUM_DELIVERY_LIMIT)
+        return QueueArguments.parse(arguments)
+
+    def _apply_to_exchange(self, name: str) -> None:
+        said = effective(self.policies.values(), self.operator_policies.values(), "exchange", name)
+        alternate = said.get("alternate-exchange")
+        self.router.set_policy_alternate(name, alternate if isinstance(alternate, str) else None)
+
+    def set_policy(self, policy: Policy, *, operator: bool = False) -> None:
+        """Make or replace a policy; queues and exchanges follow it at once. It is durable when this returns."""
+        with self.store.lock:
+            self.store.metadata.put_policy(policy, operator)
+        (self.operator_policies if operator else self.policies)[policy.name] = policy
+        self._apply_policies()
+
+    def clear_policy(self, name: str, *, operator: bool = False) -> None:
+        with self.store.lock:
+            self.store.metadata.delete_policy(name, operator)
+        (self.operator_policies if operator else self.policies).pop(name, None)
+        self._apply_policies()
+
+    def _apply_policies(self) -> None:
+        for queue in list(self.queues.values()):
+            arguments = self._effective(queue.stored)
+            if arguments != queue.arguments:
+                queue.apply(arguments)
+                queue.expire()
+        for name in list(self.router.exchanges):
+            self._apply_to_exchange(name)
 
     def queue(self, name: str) -> QueueProcess:
         queue = self.queues.get(name)
@@ -163,6 +209,7 @@ class Vhost:
             QueueArguments.parse(known_arguments(arguments))
         except QueueArgumentError as error:
             raise AmqpError(406, f"invalid arg for queue '{name}' in vhost '{self.name}': {error}") from None
+        self._check_type(name, durable and exclusive_to is None and not auto_delete, arguments)
         # An exclusive queue goes with its connection: no restart may find it.
         kept = durable and exclusive_to is None
         try:
@@ -173,6 +220,22 @@ class Vhost:
         queue = self._add(stored, exclusive_to, auto_delete)
         queue.declared_durable = durable
         return queue
+
+    def _check_type(self, name: str, is_kept: bool, arguments: dict[str, Any]) -> None:
+        wanted = arguments.get("x-queue-type", "classic")
+        if wanted == "classic":
+            return
+        where = f"queue '{name}' in vhost '{self.name}'"
+        if wanted not in self._aliases:
+            raise AmqpError(540, f"{where}: x-queue-type '{wanted}' is switched off; declare it as 'classic'")
+        if not is_kept:
+            raise AmqpError(406, f"invalid property for {where}: a {wanted} queue is durable, shared and stays")
+        log.warning(
+            "%s is declared as %s; a durable classic queue with delivery-limit %s serves it",
+            where,
+            wanted,
+            arguments.get("x-delivery-limit", QUORUM_DELIVERY_LIMIT),
+        )
 
     def check_same_queue(
         self, queue: QueueProcess, durable: bool, exclusive: bool, auto_delete: bool, arguments: dict[str, Any]
@@ -220,6 +283,7 @@ class Vhost:
     def declare_exchange(self, exchange: Exchange) -> None:
         self.router.declare(exchange)
         self._add_delayed(exchange)
+        self._apply_to_exchange(exchange.name)
         if exchange.durable:
             with self.store.lock:
                 self.store.metadata.put_exchange(exchange)
