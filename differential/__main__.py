@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import time
 from collections import Counter
@@ -111,6 +112,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first program")
     parser.add_argument("--shrink-seconds", type=float, default=30.0)
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that RabbitMQ is stopped on the way out
     try:
         return search(chosen.programs, chosen.seed, chosen.first, chosen.shrink_seconds)
     except NoRabbitError as error:

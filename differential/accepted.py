@@ -28,7 +28,37 @@ class Accepted(NamedTuple):
     explains: Callable[[list[Step], Seen, Seen], bool]
 
 
-ACCEPTED: list[Accepted] = []
+def _answers(seen: Seen) -> list[tuple[Any, ...]]:
+    return [answer for place, answers in seen.items() if place.endswith(": answers") for answer in answers]
+
+
+def _closes(seen: Seen) -> list[int]:
+    """Reply codes of what a broker closed."""
+    return [answer[1]["reply_code"] for answer in _answers(seen) if answer[0] in ("channel.close", "connection.close")]
+
+
+def _flow(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    step = program[-1]
+    return step.method == "channel.flow" and not step.arguments.get("active") and _closes(theirs) == [540]
+
+
+def _delivery_mode(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    properties = program[-1].properties or {}
+    return properties.get("delivery_mode", 1) not in (1, 2) and _closes(theirs) == [406] and not _closes(ours)
+
+
+ACCEPTED: list[Accepted] = [
+    Accepted(
+        "channel.flow stops deliveries",
+        "AMQP has it, RabbitMQ answers 540; who asks a broker to wait is better off when it does",
+        _flow,
+    ),
+    Accepted(
+        "an unknown delivery mode is transient",
+        "RabbitMQ 3.10 refuses it with 406, since 3.13 everything but 2 is transient, as in Warren",
+        _delivery_mode,
+    ),
+]
 
 
 def explain(program: list[Step], ours: Seen, theirs: Seen) -> str | None:

@@ -162,7 +162,8 @@ class Side:
         for _ in range(_MOST_ROUNDS):
             for wire in self._wires.values():
                 for channel in sorted(wire.open_channels - {_SIDE_CHANNEL}):
-                    self._round_trip(wire, channel)
+                    if channel in wire.open_channels:  # still: an error may come at any time
+                        self._round_trip(wire, channel)
             now = (self._counts(), sum(len(wire.events) for wire in self._wires.values()))
             if now == last:
                 break

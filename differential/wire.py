@@ -179,7 +179,7 @@ class Wire:
             self._lost()
             return True
         self._in += data
-        while len(self._in) >= _FRAME.size:
+        while len(self._in) >= _FRAME.size and not self.closed:
             kind, channel, size = _FRAME.unpack_from(self._in)
             if len(self._in) < _FRAME.size + size + 1:
                 break
@@ -216,7 +216,9 @@ class Wire:
             self.send(event.channel, "channel.close-ok")
         elif event.name == "connection.close":
             self.send(0, "connection.close-ok")
-            self.open_channels.clear()
+            self.drop()
+        elif event.name == "connection.close-ok":
+            self.drop()
 
     def _lost(self) -> None:
         if not self.closed:

@@ -19,7 +19,10 @@ from warren.amqp.methods import encode
 from warren.kernel.frame_writer import method_frame, publishes
 
 # pika leaves the sockets of lost connections to the collector.
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.usefixtures("pika_litter"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 LOST = (pika.exceptions.AMQPError, OSError)
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 

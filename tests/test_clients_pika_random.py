@@ -1,4 +1,4 @@
-"""A broker that is used by chance: publishers, consumers with all kinds of prefetch, acks, nacks, cancels, closed channels and
+"""A broker that is used by chance: publishers, consumers with all kinds of prefetch, acks, nacks, cancels, closed channels,
 lost connections, one seeded step after the other, against what must hold however it went.
 
 1. Every message is settled once: what was acked never comes again, and what was not comes until it is.
@@ -8,16 +8,22 @@ lost connections, one seeded step after the other, against what must hold howeve
 
 from __future__ import annotations
 
+import contextlib
 import random
+import socket
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import pamqp.commands
 import pika
+import pika.exceptions
 import pytest
 
-from tests.broker_clients import RawClient, parameters, settle, unique
+from tests.broker_clients import RawClient, eventually, parameters, pump, settle, unique
 from warren.testing import running_broker
+
+PASSIVE = pamqp.commands.Exchange.Declare(exchange="amq.direct", passive=True)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +37,7 @@ class Line:
     """A channel with its consumers."""
 
     connection: pika.BlockingConnection
+    address: str  # by which the broker knows it
     channel: Any
     global_prefetch: int
     prefetch: dict[str, int] = field(default_factory=dict)  # consumer tag -> its limit
@@ -55,13 +62,13 @@ class Chaos:
 
     def step(self) -> None:
         actions = [self.publish, self.publish, self.open, self.consume, self.consume, self.ack, self.ack, self.ack]
-        actions += [self.nack, self.cancel, self.recover, self.close, self.lose, self.get]
+        actions += [self.nack, self.cancel, self.recover, self.leave, self.lose, self.get]
         self.chance.choice(actions)()
         self.settle()
 
     def settle(self) -> None:
         """Until nothing moves any more: what one channel gives back another one may get."""
-        self.publisher.call(1, pika_passive(), "Exchange.DeclareOk")
+        self.publisher.call(1, PASSIVE, "Exchange.DeclareOk")
         for line in self.lines:
             settle(line.channel)
 
@@ -77,7 +84,8 @@ class Chaos:
         if len(self.lines) < 4:
             connection = pika.BlockingConnection(parameters(self.broker))
             limit = self.chance.choice([0, 0, 1, 7, 400])
-            line = Line(connection, connection.channel(), limit)
+            address = connection._impl._transport._sock.getsockname()
+            line = Line(connection, f"{address[0]}:{address[1]}", connection.channel(), limit)
             if limit:
                 line.channel.basic_qos(prefetch_count=limit, global_qos=True)
             self.lines.append(line)
@@ -158,22 +166,28 @@ class Chaos:
             line.held.clear()
             line.channel.basic_recover(requeue=True)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         if self.lines:
             line = self.lines.pop(self.chance.randrange(len(self.lines)))
-            line.channel.close()
+            # pika's own close cancels consumers one by one, and throws away what the next one is sent meanwhile.
+            line.channel._impl.close()
+            pump(line.connection, lambda: line.channel.is_closed)
             line.connection.close()
 
     def lose(self) -> None:
         """A connection that breaks."""
         if self.lines:
             line = self.lines.pop(self.chance.randrange(len(self.lines)))
-            line.connection._impl._transport.abort()
+            line.connection._impl._transport._sock.shutdown(socket.SHUT_RDWR)
             with pytest.raises(pika.exceptions.AMQPError):
-                line.channel.basic_qos()
-            before = len(self.lines)
-            self.publisher.call(1, pika_passive(), "Exchange.DeclareOk")
-            assert before == len(self.lines)
+                pump(line.connection, lambda: False)
+            served = self.broker.broker.vhosts["/"].connections
+            eventually(lambda: line.address not in {other.peer for other in list(served)})
+
+    def close(self) -> None:
+        self.publisher.socket.close()
+        while self.lines:
+            self.leave()
 
     # ---- what must hold ----
 
@@ -195,7 +209,7 @@ class Chaos:
 
     def finish(self) -> None:
         while self.lines:
-            self.close()
+            self.leave()
         with pika.BlockingConnection(parameters(self.broker)) as connection:
             channel = connection.channel()
             while True:
@@ -205,14 +219,7 @@ class Chaos:
                 self.delivered(method, body)
                 self.done[body] += 1
             channel.queue_delete(self.queue)
-        self.publisher.socket.close()
         assert self.done == Counter({b"%d" % number: 1 for number in range(self.published)})
-
-
-def pika_passive():
-    import pamqp.commands
-
-    return pamqp.commands.Exchange.Declare(exchange="amq.direct", passive=True)
 
 
 @pytest.mark.parametrize(
@@ -220,11 +227,14 @@ def pika_passive():
     [{}, {"x-max-priority": 3}, {"x-single-active-consumer": True}, {"x-backing-queue": "sqlite"}],
     ids=["plain", "priority", "single active", "sqlite"],
 )
-def test_however_it_is_used_every_message_is_settled_once_and_none_is_stuck(broker, seed, scale, arguments, record_property):
+def test_however_it_is_used_every_message_is_settled_once_and_none_is_stuck(
+    broker, seed, scale, arguments, record_property
+):
     steps = scale.scale(2000)
     chaos = Chaos(broker, seed, arguments)
-    for _ in range(steps):
-        chaos.step()
-        chaos.check()
-    chaos.finish()
+    with contextlib.closing(chaos):
+        for _ in range(steps):
+            chaos.step()
+            chaos.check()
+        chaos.finish()
     record_property("messages", chaos.published)

@@ -285,12 +285,12 @@ class Channel(Declarations):
         """Many basic.ack: tag * 2 + multiple."""
         if self.transaction is not None:
             for ack in acks:
-                self.transaction.settle(ack >> 1, bool(ack & 1), "ack")
+                self.transaction.settle(ack >> 1, bool(ack & 1), "ack", (60, 80))
             return
         groups: dict[tuple[int, int], list[int]] = {}
         try:
             for ack in acks:
-                for queue, consumer, seqs in self._take(ack >> 1, bool(ack & 1)):
+                for queue, consumer, seqs in self._take(ack >> 1, bool(ack & 1), (60, 80)):
                     key = (queue, consumer)
                     if key in groups:
                         groups[key] += seqs
@@ -301,10 +301,11 @@ class Channel(Declarations):
                 self._settle(queue, consumer, seqs, "ack")
         self._made_room()
 
-    def _take(self, tag: int, multiple: bool) -> list[tuple[int, int, list[int]]]:
+    def _take(self, tag: int, multiple: bool, ids: tuple[int, int] = (0, 0)) -> list[tuple[int, int, list[int]]]:
+        """`ids` are those of the method, where it did not come by its handler."""
         taken = self.unacked.ack(tag, multiple)
         if taken is None:
-            raise AmqpError(406, f"unknown delivery tag {tag}", 60, 80)
+            raise AmqpError(406, f"unknown delivery tag {tag}", *ids)
         return taken
 
     def settle_tag(self, tag: int, multiple: bool, how: str) -> None:
@@ -360,6 +361,11 @@ class Channel(Declarations):
     def _recover(self, requeue: bool) -> None:
         if not requeue:
             raise AmqpError(540, "requeue=false", 60, 110)
+        if self.transaction is not None and self.transaction.settled:
+            for tag in self.unacked.tags():
+                if tag not in self.transaction.settled:
+                    self.settle_tag(tag, False, "requeue")
+            return
         for queue, consumer, seqs in self.unacked.drain():
             self._settle(queue, consumer, seqs, "requeue")
         self._made_room()

@@ -198,6 +198,9 @@ class Connection(asyncio.Protocol):
         if channel.transaction is not None and channel.transaction.committing:
             return False
         if kind == PUBLISH:
+            if self.vhost.alarms:
+                self._tell_blocked()
+                return False
             channel.publish(event[2], event[3], event[4], event[5], event[6])
         elif kind == ACK:
             channel.acks(event[2])
@@ -378,7 +381,7 @@ class Connection(asyncio.Protocol):
             self.resume_events()
 
     def alarm_changed(self) -> None:
-        if self.vhost.disk_full or self.state != OPEN:
+        if self.vhost.alarms or self.state != OPEN:
             return
         if self._told_blocked:
             self._told_blocked = False
@@ -388,7 +391,8 @@ class Connection(asyncio.Protocol):
     def _tell_blocked(self) -> None:
         if self._blocked_notify and not self._told_blocked:
             self._told_blocked = True
-            self.send_method(0, encode("connection.blocked", reason="low on disk"))
+            reason = " & ".join(f"low on {resource}" for resource in sorted(self.vhost.alarms or ("disk",)))
+            self.send_method(0, encode("connection.blocked", reason=reason))
 
     # -- out ---------------------------------------------------------------------------------------------------------
 

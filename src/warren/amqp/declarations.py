@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from warren.amqp.errors import AmqpError
@@ -10,7 +11,7 @@ from warren.amqp.methods import encode
 from warren.queueing.queue_process import QueueProcess
 from warren.routing.binding import Binding
 from warren.routing.errors import RoutingError
-from warren.routing.exchange import Exchange
+from warren.routing.exchange import Exchange, check_not_default
 
 if TYPE_CHECKING:
     from warren.amqp.connection import Connection, Permission, ResourceKind
@@ -36,13 +37,14 @@ class Declarations:
             shown = "amq.default" if kind == "exchange" and not name else name
             raise AmqpError(403, f"access to {kind} '{shown}' in vhost '{self.vhost.name}' refused for user '{user}'")
 
+    def _queue_name(self, name: str) -> str:
+        if not name and not self._last_queue:
+            raise AmqpError(404, "no previously declared queue")
+        return name or self._last_queue
+
     def _queue(self, name: str, *, locked: bool = True) -> QueueProcess:
         """By name; an empty one is the queue that was declared last."""
-        if not name:
-            if not self._last_queue:
-                raise AmqpError(404, "no previously declared queue")
-            name = self._last_queue
-        queue = self.vhost.queue(name)
+        queue = self.vhost.queue(self._queue_name(name))
         if locked:
             self._check_owner(queue)
         return queue
@@ -146,24 +148,28 @@ class Declarations:
     def queue_bind(
         self, ticket: int, queue: str, exchange: str, routing_key: str, nowait: bool, arguments: dict[str, Any]
     ) -> None:
-        known = self._queue(queue)
+        name = self._queue_name(queue)
         if not queue and not routing_key:
-            routing_key = known.name
-        self._allow("write", "queue", known.name)
+            routing_key = name
+        self._allow("write", "queue", name)
+        self._routed(lambda: check_not_default(exchange))
         self._allow("read", "exchange", exchange)
         self._check_exchange(exchange)
+        known = self._queue(name)
         self._routed(lambda: self.vhost.bind(_binding(exchange, "queue", known.name, routing_key, arguments)))
         if not nowait:
             self.reply("queue.bind-ok")
 
     def queue_unbind(self, ticket: int, queue: str, exchange: str, routing_key: str, arguments: dict[str, Any]) -> None:
-        name = queue or self._last_queue
-        known = self.vhost.queues.get(name)
-        if known is not None:
-            self._check_owner(known)
+        name = self._queue_name(queue)
+        if not queue and not routing_key:
+            routing_key = name
         self._allow("write", "queue", name)
+        self._routed(lambda: check_not_default(exchange))
         self._allow("read", "exchange", exchange)
+        known = self.vhost.queues.get(name)
         if known is not None and exchange in self.vhost.router.exchanges:
+            self._check_owner(known)
             self._routed(lambda: self.vhost.unbind(_binding(exchange, "queue", name, routing_key, arguments)))
         self.reply("queue.unbind-ok")
 
@@ -234,6 +240,8 @@ class Declarations:
         self, ticket: int, destination: str, source: str, routing_key: str, nowait: bool, arguments: dict[str, Any]
     ) -> None:
         self._allow("write", "exchange", destination)
+        for name in (destination, source):
+            self._routed(partial(check_not_default, name))
         self._allow("read", "exchange", source)
         for name in (source, destination):
             self._check_exchange(name)
@@ -245,6 +253,8 @@ class Declarations:
         self, ticket: int, destination: str, source: str, routing_key: str, nowait: bool, arguments: dict[str, Any]
     ) -> None:
         self._allow("write", "exchange", destination)
+        for name in (destination, source):
+            self._routed(partial(check_not_default, name))
         self._allow("read", "exchange", source)
         exchanges = self.vhost.router.exchanges
         if source in exchanges and destination in exchanges:

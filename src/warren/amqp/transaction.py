@@ -22,6 +22,7 @@ class Transaction:
         self._channel = channel
         self._publishes: list[tuple[str, str, bool, int, list[Entry]]] = []
         self._settlements: list[Settlement] = []
+        self.settled: set[int] = set()  # tags: they are not to be settled twice, and wait for the commit
         self.committing = False
         self.journaled = False  # something waits for a commit of the journal
         self.rejected = False  # a queue was full
@@ -31,14 +32,21 @@ class Transaction:
     ) -> None:
         self._publishes.append((exchange, routing_key, mandatory, property_flags, entries))
 
-    def settle(self, tag: int, multiple: bool, how: str) -> None:
-        if tag >= self._channel.unacked.next_tag or (not tag and not multiple):
-            raise AmqpError(406, f"unknown delivery tag {tag}", 60, 80)
+    def settle(self, tag: int, multiple: bool, how: str, ids: tuple[int, int] = (0, 0)) -> None:
+        """`ids` are those of the method, where it did not come by its handler."""
+        waiting = [known for known in self._channel.unacked.tags() if known not in self.settled]
+        if tag not in waiting and (tag or not multiple):
+            raise AmqpError(406, f"unknown delivery tag {tag}", *ids)
+        if not waiting:
+            return
+        tag = tag or waiting[-1]  # 0 stands for all that there are now, not at the commit
+        self.settled.update([known for known in waiting if known <= tag] if multiple else [tag])
         self._settlements.append((tag, multiple, how))
 
     def commit(self) -> None:
         publishes, settlements = self._publishes, self._settlements
         self._publishes, self._settlements = [], []
+        self.settled = set()
         self.journaled = self.rejected = False
         for publish in publishes:
             self._channel.publish_now(*publish)
@@ -59,3 +67,4 @@ class Transaction:
     def rollback(self) -> None:
         self._publishes.clear()
         self._settlements.clear()
+        self.settled.clear()

@@ -12,6 +12,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import shutil
 import socket
 import time
 from dataclasses import asdict
@@ -24,8 +25,9 @@ from warren.amqp.errors import AmqpError
 from warren.errors import WarrenError
 from warren.node.config import Config
 from warren.node.handshake import Gone, Handshake, Opened
-from warren.node.status import resident_bytes, vhost_status
+from warren.node.status import resident_bytes, total_memory_bytes, vhost_status
 from warren.node.status_page import Status
+from warren.node.tls import TlsListener, context_for
 from warren.node.users import Users
 from warren.vhost.grants import pack
 from warren.vhost.permissions import Permissions
@@ -36,7 +38,7 @@ log = logging.getLogger("warren.node")
 
 _BACKLOG = 1024
 _GOODBYE_SECONDS = 2.0
-_NOTHING = {"pid": 0, "connections": 0, "channels": 0, "disk_full": False, "queues": []}
+_NOTHING = {"pid": 0, "connections": 0, "channels": 0, "alarms": [], "queues": []}
 
 
 class Broker:
@@ -49,6 +51,8 @@ class Broker:
         self._supervisor: Supervisor | None = None
         self._processes: dict[str, VhostProcess] = {}  # vhost -> its process
         self.amqp_port = 0
+        self.tls_port = 0  # 0: there is none
+        self._tls: TlsListener | None = None
         self.ready = False
         self.started_at = time.time()
         self._listeners: list[socket.socket] = []
@@ -80,6 +84,8 @@ class Broker:
                 for name in self.users.vhosts():
                     self._start_vhost(name)
             self._listen()
+            await self._listen_tls()
+            self._spawn(self._watch_resources())
         except BaseException:
             await self.stop()
             raise
@@ -150,12 +156,23 @@ class Broker:
         self.amqp_port = listener.getsockname()[1]
         self._spawn(self._accept(listener))
 
+    async def _listen_tls(self) -> None:
+        tls = self.config.tls
+        if tls.enabled:
+            self._tls = TlsListener(
+                self.config.host, tls.port, context_for(tls), self._serve, self.config.handshake_timeout
+            )
+            await self._tls.start()
+            self.tls_port = self._tls.port
+
     async def stop(self) -> None:
         """Stop accepting, say goodbye, finish commits, write recovery terms."""
         self.ready = False
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tls is not None:
+            await self._tls.stop()
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -206,7 +223,7 @@ class Broker:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._spawn(self._serve(sock, str(address[0]), int(address[1])))
 
-    async def _serve(self, sock: socket.socket, address: str, port: int) -> None:
+    async def _serve(self, sock: socket.socket, address: str, port: int, certificate_user: str | None = None) -> None:
         peer = f"{address}:{port}"
         config = self.config
         self._handshakes += 1
@@ -217,6 +234,7 @@ class Broker:
                     self,
                     peer=peer,
                     address=address,
+                    certificate_user=self._known_user(certificate_user),
                     channel_max=config.channel_max,
                     frame_max=config.frame_max,
                     heartbeat=config.heartbeat,
@@ -230,6 +248,9 @@ class Broker:
             raise
         finally:
             self._handshakes -= 1
+
+    def _known_user(self, name: str | None) -> str | None:
+        return name if name is not None and self.users.user(name) is not None else None
 
     async def _hand_over(self, sock: socket.socket, opened: Opened) -> None:
         process = self._processes.get(opened.vhost)
@@ -281,6 +302,31 @@ class Broker:
         if process is not None and process.state == RUNNING:
             await process.ask("grants", user=user, vhost=vhost, grant=pack(self.users.grant(user, vhost)))
 
+    # -- alarms ------------------------------------------------------------------------------------------------------
+
+    async def _watch_resources(self) -> None:
+        """Every second: memory of all processes and free disk, against their limits."""
+        config = self.config
+        limit = config.memory_high_watermark * total_memory_bytes()
+        set_now: set[str] = set()
+        while True:
+            pids = {os.getpid(), *(process.pid for process in self._processes.values())}
+            found = set()
+            if sum(map(resident_bytes, pids)) > limit:
+                found.add("memory")
+            if shutil.disk_usage(config.data_dir).free < config.disk_free_limit:
+                found.add("disk")
+            for resource in found ^ set_now:
+                self._alarm(resource, resource in found)
+            set_now = found
+            await asyncio.sleep(1)
+
+    def _alarm(self, resource: str, is_set: bool) -> None:
+        for vhost in self.vhosts.values():
+            vhost.set_alarm(resource, is_set)
+        for process in set(self._processes.values()):
+            process.tell("alarm", resource=resource, is_set=is_set)
+
     # -- looking -----------------------------------------------------------------------------------------------------
 
     async def status(self) -> Status:
@@ -299,7 +345,11 @@ class Broker:
                 "memory_bytes": sum(map(resident_bytes, pids)),
                 "durability": self.config.durability,
                 "version": warren.__version__,
-                "alarms": [f"the disk of vhost '{info['name']}' is full" for info in infos if info["disk_full"]],
+                "alarms": [
+                    f"vhost '{info['name']}' is low on {resource}: publishers wait"
+                    for info in infos
+                    for resource in info["alarms"]
+                ],
             },
             "vhosts": [vhost_status(info) for info in infos],
         }

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import socket
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -77,7 +76,7 @@ class Handshake:
         *,
         peer: str = "",
         address: str = "",
-        certificate_user: Callable[[], str | None] = lambda: None,
+        certificate_user: str | None = None,
         channel_max: int = 2047,
         frame_max: int = 131072,
         heartbeat: int = 60,
@@ -114,7 +113,7 @@ class Handshake:
             "connection.start",
             version_minor=9,
             server_properties=self._server_properties(),
-            mechanisms=MECHANISMS if self._certificate_user() is None else f"{MECHANISMS} EXTERNAL",
+            mechanisms=MECHANISMS if self._certificate_user is None else f"{MECHANISMS} EXTERNAL",
             locales="en_US",
         )
         start = await self._expect("connection.start-ok")
@@ -172,10 +171,9 @@ class Handshake:
 
     async def _authenticate(self, mechanism: str, response: bytes) -> str:
         if mechanism == "EXTERNAL":
-            user = self._certificate_user()
-            if user is None:
+            if self._certificate_user is None:
                 raise self._refused(mechanism)
-            return user
+            return self._certificate_user
         if mechanism == "PLAIN":
             name, password = _plain(response)
         elif mechanism == "AMQPLAIN":

@@ -19,6 +19,20 @@ def resident_bytes(pid: int | str = "self") -> int:
         return 0
 
 
+def total_memory_bytes() -> int:
+    """What this machine has, or what the container may use of it."""
+    machine = os.sysconf("SC_PHYS_PAGES") * _PAGE
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return min(machine, int(text))
+    return machine
+
+
 def vhost_status(info: dict[str, Any]) -> VhostStatus:
     return {
         "name": info["name"],

@@ -5,6 +5,7 @@ what there is:
 
     node to vhost       hand_over   a client's socket, with what its handshake agreed on   (a descriptor; no answer)
                         grants      what a user may do has changed                         (answered when it holds)
+                        alarm       memory or disk is short, or is not any more            (no answer)
                         status      counters of all queues                                 (answered)
                         stop        finish the commits, write recovery terms, exit         (answered by the exit)
     vhost to node       up          recovery is done
@@ -27,7 +28,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-TO_VHOST = frozenset(("hand_over", "grants", "status", "stop"))
+TO_VHOST = frozenset(("hand_over", "grants", "alarm", "status", "stop"))
 TO_NODE = frozenset(("up", "answer", "failed"))
 
 _LENGTH = struct.Struct(">I")

@@ -112,6 +112,9 @@ class _Process:
         elif what == "grants":
             self._grants.put(message["user"], message["vhost"], message["grant"])
             self._control.answer(message, True)
+        elif what == "alarm":
+            for vhost in self._vhosts.values():
+                vhost.set_alarm(message["resource"], message["is_set"])
         elif what == "status":
             self._control.answer(message, [vhost.info() for vhost in self._vhosts.values()])
         elif what == "stop":

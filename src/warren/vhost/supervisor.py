@@ -61,6 +61,10 @@ class VhostProcess:
         assert self._control is not None
         self._control.send("hand_over", sock.detach(), **opened)
 
+    def tell(self, what: str, **arguments: Any) -> None:
+        if self._control is not None:
+            self._control.send(what, **arguments)
+
     async def ask(self, what: str, **arguments: Any) -> Any:
         if self._control is None:
             raise ConnectionError(f"vhost process {self.name!r} is down")

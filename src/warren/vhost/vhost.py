@@ -71,7 +71,7 @@ class Vhost:
         self.connections: set[Any] = set()
         self.departing: set[Any] = set()  # told to go, and not gone yet
         self.reply_channels: dict[str, Any] = {}  # token -> channel that consumes from amq.rabbitmq.reply-to
-        self.disk_full = False
+        self.alarms: set[str] = set()  # "memory", "disk": publishers wait while there are any
         self.failure: WarrenError | None = None
         self.started_at = time.time()
         self._failed = failed
@@ -133,8 +133,14 @@ class Vhost:
         self._failed(error)
 
     def _on_full(self, is_full: bool) -> None:
-        self.disk_full = is_full
-        log.warning("the disk of vhost %r %s", self.name, "is full" if is_full else "has room again")
+        self.set_alarm("disk", is_full)
+
+    def set_alarm(self, resource: str, is_set: bool) -> None:
+        """Publishers wait while memory or disk is short; consumers go on."""
+        if is_set == (resource in self.alarms):
+            return
+        log.warning("vhost %r: %s alarm %s", self.name, resource, "set" if is_set else "cleared")
+        (self.alarms.add if is_set else self.alarms.discard)(resource)
         for connection in list(self.connections):
             connection.alarm_changed()
 
@@ -242,9 +248,15 @@ class Vhost:
     ) -> None:
         """Raises AmqpError where a redeclare asks for another queue."""
         where = f"for queue '{queue.name}' in vhost '{self.name}'"
+        if exclusive != queue.exclusive:
+            raise AmqpError(
+                405,
+                f"cannot obtain exclusive access to locked queue '{queue.name}' in vhost '{self.name}'. It could be "
+                "originally declared on another connection or the exclusive property value does not match that of the "
+                "original declaration.",
+            )
         for what, received, current in (
             ("durable", durable, queue.declared_durable),
-            ("exclusive", exclusive, queue.exclusive),
             ("auto_delete", auto_delete, queue.auto_delete),
         ):
             if received != current:
@@ -470,7 +482,7 @@ class Vhost:
             "pid": os.getpid(),
             "connections": len(self.connections),
             "channels": sum(len(connection.channels) for connection in self.connections),
-            "disk_full": self.disk_full,
+            "alarms": sorted(self.alarms),
             "queues": [queue.info() for queue in self.queues.values()],
         }
 

@@ -1,0 +1,186 @@
+"""Who gets in, over what, and what happens when the machine is short of something."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import threading
+import time
+
+import pika
+import pika.credentials
+import pika.exceptions
+import pytest
+
+from warren.testing import running_broker
+
+pytestmark = [
+    pytest.mark.usefixtures("pika_litter"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def connect(url: str, **changes) -> pika.BlockingConnection:
+    parameters = pika.URLParameters(url)
+    for name, value in changes.items():
+        setattr(parameters, name, value)
+    return pika.BlockingConnection(parameters)
+
+
+@pytest.fixture
+def broker():
+    with running_broker() as running:
+        yield running
+
+
+def test_a_wrong_password_and_an_unknown_user_are_refused_alike(broker):
+    for user, password in (("guest", "wrong"), ("nobody", "guest")):
+        with pytest.raises(pika.exceptions.ProbableAuthenticationError, match="ACCESS_REFUSED - Login was refused"):
+            connect(broker.vhost_url("/", user, password))
+
+
+def test_a_vhost_that_is_not_there_is_named(broker):
+    with pytest.raises(pika.exceptions.ProbableAccessDeniedError, match="NOT_ALLOWED - vhost 'nope' not found"):
+        connect(broker.vhost_url("nope"))
+
+
+def test_a_user_without_permissions_for_the_vhost_is_told_so(broker):
+    broker.call(lambda: broker.broker.users.add_user("ann", "secret"))
+    with pytest.raises(pika.exceptions.ProbableAccessDeniedError, match="access to vhost '/' refused for user 'ann'"):
+        connect(broker.vhost_url("/", "ann", "secret"))
+
+
+def test_permissions_are_checked_by_name_and_change_at_once(broker):
+    users = broker.broker.users
+    broker.call(lambda: users.add_user("ann", "secret"))
+    broker.call(lambda: users.set_permissions("ann", "/", "^ann-", "^ann-|^amq[.]default$", "^ann-"))
+    connection = connect(broker.vhost_url("/", "ann", "secret"))
+    channel = connection.channel()
+    channel.queue_declare("ann-q")
+    channel.basic_publish("", "ann-q", b"mine")
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+        channel.queue_declare("bob-q")
+    assert caught.value.reply_code == 403
+    assert "access to queue 'bob-q' in vhost '/' refused for user 'ann'" in caught.value.reply_text
+    channel = connection.channel()
+    broker.call(lambda: users.set_permissions("ann", "/", "^ann-", "^ann-", ""))
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+        channel.basic_get("ann-q")
+    assert caught.value.reply_code == 403
+    connection.close()
+
+
+def test_guest_comes_from_this_machine_only(broker):
+    assert broker.broker.may_connect_from("guest", "127.0.0.1")
+    assert broker.broker.may_connect_from("guest", "::1")
+    assert not broker.broker.may_connect_from("guest", "10.1.2.3")
+    assert broker.broker.may_connect_from("ann", "10.1.2.3")
+
+
+def make_certificates(directory) -> None:
+    """A CA, a server and a client named ann."""
+
+    def run(*command: object) -> None:
+        subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True, cwd=directory)
+
+    run(
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        2,
+        "-subj",
+        "/CN=ca",
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.pem",
+    )
+    for name, subject in (("server", "/CN=localhost"), ("client", "/CN=ann")):
+        run("req", "-newkey", "rsa:2048", "-nodes", "-subj", subject, "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        extra = directory / f"{name}.ext"
+        extra.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        run(
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+            *("-days", 2, "-extfile", extra, "-out", f"{name}.pem"),
+        )
+
+
+def test_tls_with_and_without_a_client_certificate(tmp_path):
+    make_certificates(tmp_path)
+    tls = {
+        "port": 0,
+        "certfile": str(tmp_path / "server.pem"),
+        "keyfile": str(tmp_path / "server.key"),
+        "cafile": str(tmp_path / "ca.pem"),
+    }
+    with running_broker(tls={**tls, "verify": False}) as broker:
+        broker.call(lambda: broker.broker.users.add_user("ann", "irrelevant"))
+        broker.call(lambda: broker.broker.users.set_permissions("ann", "/", ".*", ".*", ".*"))
+        plain = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+        known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+        known.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")
+        for context, credentials in (
+            (plain, pika.PlainCredentials("guest", "guest")),
+            (known, pika.credentials.ExternalCredentials()),
+        ):
+            connection = pika.BlockingConnection(
+                pika.ConnectionParameters(
+                    "127.0.0.1",
+                    broker.broker.tls_port,
+                    credentials=credentials,
+                    ssl_options=pika.SSLOptions(context, "localhost"),
+                )
+            )
+            channel = connection.channel()
+            channel.queue_declare("q")
+            body = bytes(range(256)) * 4096
+            channel.basic_publish("", "q", body)
+            assert channel.basic_get("q", auto_ack=True)[2] == body
+            connection.close()
+
+
+def test_an_alarm_stops_publishers_and_not_consumers_and_tells_them(broker):
+    vhost = broker.broker.vhosts["/"]
+    consuming = connect(broker.url).channel()
+    consuming.queue_declare("q")
+    consuming.basic_publish("", "q", b"before")
+    assert consuming.queue_declare("q", passive=True).method.message_count == 1
+    publishing = connect(broker.url)
+    told: list[str] = []
+    publishing.add_on_connection_blocked_callback(lambda _, frame: told.append(frame.method.reason))
+    publishing.add_on_connection_unblocked_callback(lambda _, frame: told.append("go on"))
+    channel = publishing.channel()
+    broker.call(lambda: vhost.set_alarm("memory", True))
+    channel.basic_publish("", "q", b"during")
+    publishing.process_data_events(0.2)
+    assert told == ["low on memory"]
+    assert consuming.basic_get("q", auto_ack=True)[2] == b"before"
+    assert consuming.basic_get("q")[0] is None
+    broker.call(lambda: vhost.set_alarm("memory", False))
+    publishing.process_data_events(0.2)
+    assert told == ["low on memory", "go on"]
+    assert consuming.basic_get("q", auto_ack=True)[2] == b"during"
+
+
+def test_a_consumer_that_stops_reading_costs_bounded_memory_and_disturbs_nobody(broker):
+    """Prefetch 0 and a backlog: what is on its way is bounded by the socket and one buffer."""
+    filling = connect(broker.url).channel()
+    filling.queue_declare("q", arguments={"x-max-length": 200_000})
+    for _ in range(3000):
+        filling.basic_publish("", "q", bytes(10_000))
+    assert filling.queue_declare("q", passive=True).method.message_count == 3000
+    stuck = connect(broker.url)
+    stuck_channel = stuck.channel()
+    stuck_channel._impl.basic_consume("q", on_message_callback=lambda *_: None)  # sent, and never read again
+    stuck._flush_output()
+    deadline = time.monotonic() + 20
+    while broker.queue_info("q")["messages_unacknowledged"] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    threading.Event().wait(0.5)
+    info = broker.queue_info("q")
+    assert 0 < info["messages_unacknowledged"] < 2500
+    other = connect(broker.url).channel()
+    assert other.basic_get("q", auto_ack=True)[2] == bytes(10_000)
