@@ -34,8 +34,8 @@ kernel: $(VENV)/.installed ## the compiled kernel alone, in place; only what cha
 modules: $(STAMPS)
 	@:
 
-run: setup ## the demonstration
-	$(BIN)/python -m warren.demo $(ARGS)
+run: setup ## the broker, with its data in ./data
+	$(BIN)/warren serve --data-dir data $(ARGS)
 
 test: lint ## lint, then all tests at a tenth of their size
 	WARREN_TEST_SCALE=small $(BIN)/python -m pytest $(ARGS)

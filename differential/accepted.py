@@ -47,6 +47,10 @@ def _delivery_mode(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return properties.get("delivery_mode", 1) not in (1, 2) and _closes(theirs) == [406] and not _closes(ours)
 
 
+def _cancel_ok(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    return program[-1].method == "basic.cancel-ok" and _closes(theirs) == [503] and not _closes(ours)
+
+
 ACCEPTED: list[Accepted] = [
     Accepted(
         "channel.flow stops deliveries",
@@ -57,6 +61,11 @@ ACCEPTED: list[Accepted] = [
         "an unknown delivery mode is transient",
         "RabbitMQ 3.10 refuses it with 406, since 3.13 everything but 2 is transient, as in Warren",
         _delivery_mode,
+    ),
+    Accepted(
+        "basic.cancel-ok is taken",
+        "RabbitMQ closes the connection of a client that answers its basic.cancel; AMQP wants that answer",
+        _cancel_ok,
     ),
 ]
 

@@ -210,7 +210,7 @@ class Maker:
         chance = self._random
         properties: Arguments = {}
         if self._flip(0.5):
-            properties["delivery_mode"] = chance.choice((1, 2, 2, 2, 2, 0, 3))
+            properties["delivery_mode"] = chance.choice((0, 3) if self._flip(0.03) else (1, 2, 2, 2))
         if self._flip(0.15):
             properties["priority"] = chance.choice((0, 1, 2, 9, 255))
         if self._flip(0.15):

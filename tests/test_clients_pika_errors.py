@@ -185,7 +185,7 @@ def content(size: int) -> pamqp.header.ContentHeader:
         pytest.param(505, [(1, content(5))], id="a header without its method"),
         pytest.param(505, [(1, pamqp.body.ContentBody(b"x"))], id="a body without its header"),
         pytest.param(505, [(1, Basic.Publish()), (1, Queue.Declare(queue="q"))], id="a method in the midst of content"),
-        pytest.param(503, [(0, Connection.Open())], id="a second connection.open"),
+        pytest.param(504, [(0, Connection.Open())], id="a second connection.open"),
         pytest.param(
             503, [(1, Exchange.Declare(exchange="x-1", exchange_type="nonsense"))], id="no such exchange type"
         ),

@@ -169,9 +169,13 @@ class Chaos:
     def leave(self) -> None:
         if self.lines:
             line = self.lines.pop(self.chance.randrange(len(self.lines)))
-            # pika's own close cancels consumers one by one, and throws away what the next one is sent meanwhile.
-            line.channel._impl.close()
-            pump(line.connection, lambda: line.channel.is_closed)
+            # pika's close cancels consumers one by one and throws away what the next one is sent meanwhile; so do it here.
+            # A channel that goes with all its consumers is what `lose` is for.
+            for tag in list(line.prefetch):
+                line.channel.basic_cancel(tag)
+                del line.prefetch[tag]
+                settle(line.channel)
+            line.channel.close()
             line.connection.close()
 
     def lose(self) -> None:

@@ -9,11 +9,13 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import pika
 import pytest
 from typer.testing import CliRunner
 
 import warren
 from warren.cli.main import app
+from warren.testing import running_broker
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,19 +28,26 @@ def blocks(document: str, language: str) -> list[tuple[int, str]]:
 
 
 def run_blocks(document: str) -> None:
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    for line, code in blocks(document, "python"):
-        # The lines before it stay empty, so that a traceback has the document's line numbers.
-        exec(compile("\n" * (line - 1) + code, str(ROOT / document), "exec"), namespace)
+    """With a broker at the address that the documents name."""
+    namespace: dict[str, object] = {"__name__": "__main__", "pika": pika}
+    with running_broker() as broker:
+        for line, code in blocks(document, "python"):
+            code = code.replace("amqp://guest:guest@127.0.0.1/", broker.url)
+            # The lines before it stay empty, so that a traceback has the document's line numbers.
+            exec(compile("\n" * (line - 1) + code, str(ROOT / document), "exec"), namespace)
+        if "test_orders" in namespace:
+            namespace["test_orders"](broker)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("document", "at_least"), [("README.md", 2), ("docs/library.md", 10)])
+@pytest.mark.usefixtures("pika_litter")
+@pytest.mark.parametrize(("document", "at_least"), [("README.md", 4), ("docs/library.md", 10), ("docs/broker.md", 2)])
 def test_the_python_blocks_of_a_document_run(document, at_least, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert len(blocks(document, "python")) >= at_least
     run_blocks(document)
 
 
+@pytest.mark.usefixtures("pika_litter")
 def test_the_commands_of_the_readme_run_after_its_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_blocks("README.md")

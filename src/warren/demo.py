@@ -1,4 +1,4 @@
-"""What `make run` shows until there is a broker: the library at work, in about ten seconds.
+"""The library at work, in about ten seconds.
 
     1  a queue grows far over its share of RAM and is drained again: its messages move q1 -> q2 -> delta -> q3 -> q4
     2  a process that publishes with confirms is killed, and everything that was confirmed is there

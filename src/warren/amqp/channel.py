@@ -454,9 +454,6 @@ class Channel(Declarations):
             self._reply_token = self._reply_consumer = None
 
     def basic_get(self, ticket: int, queue: str, no_ack: bool) -> None:
-        if queue == REPLY_TO:
-            self.reply("basic.get-empty")
-            return
         source = self._queue(queue)
         self._allow("read", "queue", source.name)
         found = source.get(no_ack)

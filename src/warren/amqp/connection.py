@@ -90,6 +90,7 @@ class Connection(asyncio.Protocol):
         self.peer = peer
         self.state = OPEN
         self.channels: dict[int, Channel] = {}
+        self._crossed: set[int] = set()  # channels that both sides closed at once: the answer to ours is still to come
         self.writable = True
         self.connected_at = time.time()
         self.received_bytes = self.sent_bytes = 0
@@ -228,12 +229,15 @@ class Connection(asyncio.Protocol):
         if method.name == "channel.open":
             self._open_channel(number, channel)
         elif channel is None:
-            if method.name != "channel.close-ok":
+            if method.name != "channel.close-ok" or number not in self._crossed:
                 raise AmqpError(504, "expected 'channel.open'", class_id, method_id)
+            self._crossed.discard(number)
         elif method.name == "channel.close":
+            if channel.closing:
+                self._crossed.add(number)
             self._close_channel(number, channel)
             self.send_method(number, encode("channel.close-ok"))
-        elif method.name == "channel.close-ok":
+        elif method.name == "channel.close-ok" and channel.closing:
             del self.channels[number]
         elif not channel.closing:
             handler = getattr(channel, method.handler, None)
@@ -259,7 +263,7 @@ class Connection(asyncio.Protocol):
         elif name == "connection.update-secret":
             self.send_method(0, encode("connection.update-secret-ok"))
         elif name not in ("connection.blocked", "connection.unblocked"):
-            raise AmqpError(503, f"unexpected method '{name}' in connection state running", class_id, method_id)
+            raise AmqpError(504, f"unexpected method '{name}' in connection state running", class_id, method_id)
 
     def _open_channel(self, number: int, channel: Channel | None) -> None:
         if channel is not None and channel.closing:

@@ -76,7 +76,8 @@ class Declarations:
             return
         name = queue or ("" if passive else self.vhost.new_name())
         if passive:
-            known = self._queue(name)
+            known = self.vhost.queue(name)  # an empty name stands for no other here
+            self._check_owner(known)
             self._allow("configure", "queue", known.name)
         else:
             self._allow("configure", "queue", name)
