@@ -1,6 +1,6 @@
 """`make bench-rabbitmq`: Warren beside RabbitMQ on this machine, under the same load.
 
-    python -m bench.rabbitmq [--seconds 8] [--messages 500000] [--repeat 3] [--only fill] [--quick]
+    python -m bench.rabbitmq [--seconds 8] [--messages 300000] [--repeat 3] [--only fill] [--quick]
 
 Both brokers run during all of it, each with a fresh directory on the measured disk, and one of them is idle while the other
 works. Each scenario goes round Warren and versions 1 and 2 of RabbitMQ's classic queues, `--repeat` times, and
@@ -277,7 +277,8 @@ def report(
             "",
             "One publisher, one consumer, one durable queue, bodies of random bytes, load by `warren bench` in processes of "
             f"its own on the same machine. Confirms: {_WINDOW} open; acks: one for {_ACK_EVERY}, prefetch {_WINDOW}. A flow "
-            "counts the lesser of what went in and came out, a fill its confirms, a drain up to the last ack. Warren confirms after fdatasync.",
+            "counts the lesser of what went in and came out, a fill its confirms, a drain up to the last ack. "
+            "Warren confirms after fdatasync.",
             "",
             *table(found, candidates),
             "",
@@ -290,7 +291,7 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.rabbitmq")
     parser.add_argument("--seconds", type=float, default=8, help="of each flow")
-    parser.add_argument("--messages", type=int, default=500_000, help="of each backlog")
+    parser.add_argument("--messages", type=int, default=300_000, help="of each backlog")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="transient,persistent,fill", help="of transient, persistent, fill")
     parser.add_argument("--quick", action="store_true", help="once and short, and no report is written")

@@ -78,11 +78,14 @@ def search(programs: int, seed: int, first: int, shrink_seconds: float) -> int:
             print(source(smallest), flush=True)
         warren.reset()
         rabbit.reset()
-        sent = Counter(rabbit.sent)
+        sent, seen = Counter(rabbit.sent), rabbit.seen
     print(f"\n{programs} programs, {steps} steps, seed {seed}, RabbitMQ {version()}, {time.monotonic() - started:.0f} s")
     print("\nmethods that a client may send, and how often they were:")
     for name in CLIENT_METHODS:
         print(f"  {name:<28}{sent[name] or 'NOT COVERED'}")
+    print("\nwhat RabbitMQ sent, and was compared:")
+    for name in sorted(seen):
+        print(f"  {name:<40}{seen[name]}")
     print("\naccepted differences:")
     for header, reason in IGNORED_HEADERS.items():
         print(f"  header {header}: {reason}")

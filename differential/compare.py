@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +48,8 @@ class Side:
     def __init__(self, name: str, port: int, settle_seconds: float = 0.01) -> None:
         self.name = name
         self.settle_seconds = settle_seconds
-        self.sent: list[str] = []
+        self.sent: list[str] = []  # names of methods
+        self.seen: Counter[str] = Counter()  # what was there to compare
         self._port = port
         self._observer = Wire(port)
         self._observer.open_channel(1)
@@ -208,6 +210,7 @@ class Side:
         for event in events:
             if event.channel == _SIDE_CHANNEL or (event.name == "lost" and ended):
                 continue
+            self.seen[event.name] += 1
             place = f"connection {number} channel {event.channel}"
             state = self._states.setdefault((number, event.channel), _ChannelState())
             if event.name in ("basic.ack", "basic.nack"):
@@ -244,6 +247,7 @@ class Side:
         if isinstance(headers, dict):
             for ignored in IGNORED_HEADERS:
                 headers.pop(ignored, None)
+            self.seen["(messages with x-death)"] += "x-death" in headers
             for death in headers.get("x-death") or ():
                 if isinstance(death, dict) and isinstance(death.get("time"), datetime.datetime):
                     death["time"] = "a time"
@@ -343,10 +347,6 @@ class Difference:
         return f"{step.method} {codes or ''} {', '.join(dict.fromkeys(places))}"
 
 
-def same(ours: Observation, theirs: Observation) -> bool:
-    return ours == theirs
-
-
 def run(program: Program, warren: Side, rabbit: Side) -> Difference | None:
     """Both from a clean start; the first difference."""
     warren.reset()
@@ -356,7 +356,8 @@ def run(program: Program, warren: Side, rabbit: Side) -> Difference | None:
         if ours == theirs:
             continue
         if _without_tags(ours) == _without_tags(theirs):
-            return None  # rule 4
+            rabbit.seen["(programs that ended by rule 4)"] += 1
+            return None
         done = program[: position + 1]
         return Difference(done, ours, theirs, explain(done, ours, theirs))
     return None

@@ -102,12 +102,16 @@ class Maker:
 
     def __init__(self, seed: int | str) -> None:
         self._random = random.Random(f"differential {seed}")
-        self._tags = 0
+        # Most programs are of a client that knows its trade, on one channel: they get far. The others try everything.
+        self._calm = self._random.random() < 0.6
 
     def program(self) -> Program:
         chance = self._random
         setup = [self._random_of(self._setup) for _ in range(chance.randint(1, 5))]
-        steps = [*setup, *(self._random_of(self._actions) for _ in range(chance.randint(3, 12)))]
+        if self._calm:
+            setup = [*map(self._own_queue, chance.choice((QUEUES[:2], QUEUES[:3], QUEUES))), *setup]
+        length = chance.randint(6, 20) if self._calm else chance.randint(3, 12)
+        steps = [*setup, *(self._random_of(self._work if self._calm else self._actions) for _ in range(length))]
         return [self._numbered(position, step) for position, step in enumerate(steps)]
 
     def _numbered(self, position: int, step: Step) -> Step:
@@ -128,6 +132,8 @@ class Maker:
     def _where(self) -> dict[str, int]:
         """Mostly the same channel: steps that never meet find nothing."""
         chance = self._random
+        if self._calm:
+            return {"channel": 1, "connection": 0 if self._flip(0.93) else 1}
         return {"channel": chance.choice((1, 1, 1, 2)), "connection": chance.choice((0, 0, 0, 0, 1))}
 
     def _step(self, method: str, /, **arguments: Any) -> Step:
@@ -136,13 +142,19 @@ class Maker:
     def _flip(self, probability: float) -> bool:
         return self._random.random() < probability
 
+    def _wrong(self, probability: float) -> bool:
+        """Is it time for a mistake?"""
+        return self._flip(probability / 8 if self._calm else probability)
+
     def _queue(self) -> str:
-        if self._flip(0.06):
+        if self._calm and self._flip(0.97):
+            return self._random.choice(("q1", "q1", "q2", "q3"))
+        if self._wrong(0.06):
             return self._random.choice(("", "missing", "amq.bad", "amq.rabbitmq.reply-to"))
         return self._random.choice((*QUEUES, "q1", "q1", "q2"))
 
     def _exchange(self) -> str:
-        if self._flip(0.06):
+        if self._wrong(0.06):
             return self._random.choice(("missing", "amq.bad", "amq.rabbitmq.log"))
         return self._random.choice((*EXCHANGES, *EXCHANGES, *BUILT_IN))
 
@@ -150,6 +162,8 @@ class Maker:
         return self._random.choice(KEYS)
 
     def _tag(self) -> int:
+        if self._calm and self._flip(0.9):
+            return self._random.choice((1, 2, 3, 1, 2, 3, 4, 5, 6))
         return self._random.choice((1, 1, 1, 2, 2, 3, 4, 0, 99, 1 << 40))
 
     def _consumer(self) -> str:
@@ -204,17 +218,18 @@ class Maker:
             {"x-queue-type": 5},
             {"x-no-such-argument": 1},
         ]
-        return dict(chance.choice(bad if self._flip(0.2) else good))
+        return dict(chance.choice(bad if self._wrong(0.2) else good))
 
     def _properties(self) -> Arguments:
         chance = self._random
         properties: Arguments = {}
         if self._flip(0.5):
-            properties["delivery_mode"] = chance.choice((0, 3) if self._flip(0.03) else (1, 2, 2, 2))
+            properties["delivery_mode"] = chance.choice((0, 3) if self._wrong(0.03) else (1, 2, 2, 2))
         if self._flip(0.15):
             properties["priority"] = chance.choice((0, 1, 2, 9, 255))
         if self._flip(0.15):
-            properties["expiration"] = chance.choice(("0", "0", str(HOUR), "-1", "soon", "", "5000000000000", "1.5"))
+            bad = ("-1", "soon", "", "5000000000000", "1.5", " 1", "+1", "007")
+            properties["expiration"] = chance.choice(bad if self._wrong(0.4) else ("0", "0", str(HOUR)))
         if self._flip(0.3):
             properties["headers"] = self._headers()
         if self._flip(0.05):
@@ -228,25 +243,30 @@ class Maker:
         return properties
 
     def _headers(self) -> Arguments:
-        return dict(
-            self._random.choice(
-                (
-                    {"a": 1},
-                    {"a": 1, "b": "two"},
-                    {"CC": ["q2"]},
-                    {"CC": ["q2", "q3"], "BCC": ["q4"]},
-                    {"BCC": ["q1"]},
-                    {"CC": "q2"},
-                    {"CC": [1]},
-                    {"BCC": 5},
-                    {"x-death": "not an array"},
-                    {"deep": {"list": [1, "x", True, None, 2.5], "bytes": b"\xff\x00"}},
-                    {},
-                )
-            )
+        bad: tuple[Arguments, ...] = ({"CC": "q2"}, {"CC": [1]}, {"BCC": 5}, {"x-death": "not an array"})
+        good: tuple[Arguments, ...] = (
+            {"a": 1},
+            {"a": 1, "b": "two"},
+            {"CC": ["q2"]},
+            {"CC": ["q2", "q3"], "BCC": ["q4"]},
+            {"BCC": ["q1"]},
+            {"deep": {"list": [1, "x", True, None, 2.5], "bytes": b"\xff\x00"}},
+            {},
         )
+        return dict(self._random.choice(bad if self._wrong(0.3) else good))
 
     # -- setting up --------------------------------------------------------------------------------------------------
+
+    def _own_queue(self, name: str) -> Step:
+        """A queue to work with."""
+        return self._step(
+            "queue.declare",
+            queue=name,
+            durable=self._flip(0.6),
+            exclusive=self._flip(0.05),
+            auto_delete=self._flip(0.1),
+            arguments=self._queue_arguments(),
+        )
 
     def _declare_queue(self) -> Step:
         chance = self._random
@@ -336,7 +356,7 @@ class Maker:
             exchange="" if to_queue else self._exchange(),
             routing_key=chance.choice((*QUEUES, "q1", "q1", "nowhere")) if to_queue else self._key(),
             mandatory=self._flip(0.25),
-            immediate=self._flip(0.02),
+            immediate=self._wrong(0.02),
         )
         times = chance.choice((1, 1, 1, 2, 3))
         return Step(step.method, step.arguments, step.channel, step.connection, self._properties(), b"", times)
@@ -374,14 +394,14 @@ class Maker:
 
     def _recover(self) -> Step:
         return self._step(
-            self._random.choice(("basic.recover", "basic.recover", "basic.recover-async")), requeue=self._flip(0.85)
+            self._random.choice(("basic.recover", "basic.recover", "basic.recover-async")), requeue=not self._wrong(0.15)
         )
 
     def _qos(self) -> Step:
         return self._step(
             "basic.qos",
             prefetch_count=self._random.choice((0, 1, 2)),
-            prefetch_size=1000 if self._flip(0.05) else 0,
+            prefetch_size=1000 if self._wrong(0.05) else 0,
             global_=self._flip(0.3),
         )
 
@@ -453,7 +473,7 @@ class Maker:
         if kind == 2:  # a publish without content, and then another method
             return Step("frame", {"kind": 1, "payload": bytes.fromhex("003c00280000000000")}, **where)
         if kind == 3:  # what only a broker sends
-            name = chance.choice(("queue.declare-ok", "basic.deliver", "basic.return", "basic.get-empty", "tx.select-ok"))
+            name = chance.choice(("queue.declare-ok", "basic.get-empty", "tx.select-ok", "basic.qos-ok"))
             return Step(name, {}, **where)
         if kind == 4:  # on a channel that was never opened
             return Step("basic.qos", {"prefetch_count": 1}, channel=77, connection=where["connection"], bare=True)
@@ -468,6 +488,27 @@ class Maker:
             (5, self._declare_exchange),
             (5, self._bind),
             (1, self._bind_exchange),
+        )
+    )
+
+    _work = property(
+        lambda self: (
+            (3, self._declare_queue),
+            (2, self._bind),
+            (1, self._bind_exchange),
+            (40, self._publish),
+            (10, self._get),
+            (14, self._consume),
+            (6, self._cancel),
+            (30, self._settle),
+            (4, self._recover),
+            (8, self._qos),
+            (2, self._purge),
+            (2, self._delete),
+            (1, self._delete_exchange),
+            (6, self._mode),
+            (2, self._channel),
+            (2, self._connection),
         )
     )
 

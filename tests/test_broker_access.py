@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import subprocess
 import threading
@@ -14,6 +15,7 @@ import pytest
 
 from warren.testing import running_broker
 
+OPEN: list[pika.BlockingConnection] = []  # closed at the end of a test
 pytestmark = [
     pytest.mark.usefixtures("pika_litter"),
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -24,13 +26,17 @@ def connect(url: str, **changes) -> pika.BlockingConnection:
     parameters = pika.URLParameters(url)
     for name, value in changes.items():
         setattr(parameters, name, value)
-    return pika.BlockingConnection(parameters)
+    OPEN.append(pika.BlockingConnection(parameters))
+    return OPEN[-1]
 
 
 @pytest.fixture
 def broker():
     with running_broker() as running:
         yield running
+        while OPEN:
+            with contextlib.suppress(pika.exceptions.AMQPError):
+                OPEN.pop().close()
 
 
 def test_a_wrong_password_and_an_unknown_user_are_refused_alike(broker):

@@ -38,11 +38,11 @@ PRINTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """The URL of a broker in a process of its own."""
+@pytest.fixture(scope="module", params=[(), ("--inline",)], ids=["vhosts as processes", "inline"])
+def served(request, tmp_path_factory):
+    """The URL of a broker in a process of its own, or in several."""
     log = tmp_path_factory.mktemp("served") / "log"
-    command = [sys.executable, "-m", "warren.cli.main", "serve", "--inline", "--amqp-port", "0", "--http-port", "0"]
+    command = [sys.executable, "-m", "warren.cli.main", "serve", "--amqp-port", "0", "--http-port", "0", *request.param]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WARREN_")}
     with (
         log.open("wb") as output,

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import celery.result
+import kombu.pools
 import pytest
 from celery import chain, chord, group
 
@@ -261,6 +262,7 @@ def test_a_worker_goes_on_after_a_restart_of_the_broker(tmp_path):
             stack.enter_context(site.worker("steady"))
             assert site.call("add", 1, 2) == 3
             site.close()
+            kombu.pools.reset()  # by their URL, which the next one has too
         with running_broker(data, amqp_port=port) as broker:
             again = Site(broker, tmp_path, backend)
             assert again.call("add", 3, 4) == 7

@@ -553,6 +553,16 @@ def test_an_unroutable_mandatory_message_of_a_transaction_is_returned_at_its_com
     pump(channel.connection, lambda: returned)
 
 
+def test_a_transaction_that_a_full_queue_refused_ends_the_channel(channel):
+    name = unique()
+    channel.queue_declare(name, exclusive=True, arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+    channel.tx_select()
+    publish(channel, name, b"1", b"2")
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+        channel.tx_commit()
+    assert (caught.value.reply_code, "partial tx completion" in caught.value.reply_text) == (406, True)
+
+
 def test_a_closed_channel_takes_its_transaction_with_it(channel, q):
     other = channel.connection.channel()
     other.tx_select()

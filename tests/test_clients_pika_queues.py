@@ -464,6 +464,63 @@ def test_dead_letters_that_come_together_pass_a_length_limit_while_a_consumer_wa
     assert inbox.bodies == [b"%d" % number for number in range(20)]
 
 
+def test_a_dead_letter_has_the_priority_that_its_publisher_gave_it(channel):
+    dead = declare(channel, x_max_priority=9)
+    name = declare(channel, x_dead_letter_exchange="", x_dead_letter_routing_key=dead)
+    for priority in (1, 9, 5):
+        publish(channel, name, b"%d" % priority, priority=priority)
+    for _ in range(3):
+        channel.basic_reject(channel.basic_get(name)[0].delivery_tag, requeue=False)
+    eventually(lambda: channel.queue_declare(dead, passive=True).method.message_count == 3)
+    assert drain(channel, dead) == [b"9", b"5", b"1"]
+
+
+@pytest.mark.parametrize("size", [10, 10_000])
+@pytest.mark.parametrize("mode", [1, 2])
+def test_a_backlog_of_dead_letters_arrives_whole(broker, channel, scale, size, mode):
+    """Also those whose bodies left memory meanwhile, and also very many at once."""
+    count = scale.scale(30_000 if size == 10 else 5_000)
+    name, dead = unique(), unique()
+    channel.queue_declare(dead, durable=True)
+    channel.queue_declare(
+        name, durable=True, arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": dead}
+    )
+    with RawClient(broker) as client:
+        client.open(1)
+        for first in range(0, count, 100):
+            bodies = [b"%d" % number * (size // 5) for number in range(first, first + 100)]
+            client.publish(1, name, *bodies, delivery_mode=mode)
+        client.call(1, pamqp.commands.Queue.Declare(queue=name, passive=True), "Queue.DeclareOk")
+    inbox = Inbox()
+    channel.basic_consume(name, inbox)
+    pump(channel.connection, lambda: len(inbox) == count)
+    channel.basic_nack(0, multiple=True, requeue=False)
+    eventually(lambda: channel.queue_declare(dead, passive=True).method.message_count == count)
+    assert broker.queue_info(name)["messages"] == 0
+    letters = Inbox()
+    channel.basic_consume(dead, letters, auto_ack=True)
+    pump(channel.connection, lambda: len(letters) == count)
+    assert letters.bodies == inbox.bodies
+    for queue in (name, dead):
+        channel.queue_delete(queue)
+
+
+def test_the_shorter_time_to_live_holds_in_each_queue_of_a_fanout(broker, channel):
+    exchange = declare_exchange(channel, "fanout")
+    names = [unique(), unique()]
+    for name, milliseconds in zip(names, (20, 600_000), strict=True):
+        channel.queue_declare(name, durable=True, arguments={"x-message-ttl": milliseconds})
+        channel.queue_bind(name, exchange)
+    publish(channel, "", b"long", exchange=exchange, delivery_mode=2, expiration="600000")
+    eventually(lambda: broker.queue_info(names[0])["expired"] == 1)
+    assert broker.queue_info(names[1])["messages"] == 1
+    assert drain(channel, names[1]) == [b"long"]
+    publish(channel, "", b"short", exchange=exchange, delivery_mode=2, expiration="20")
+    eventually(lambda: broker.queue_info(names[1])["expired"] == 1)
+    for name in names:
+        channel.queue_delete(name)
+
+
 def test_reject_publish_dlx_sends_the_refused_message_to_the_dead_letters(channel):
     dead = declare(channel)
     name = declare(

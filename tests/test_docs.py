@@ -39,6 +39,7 @@ def run_blocks(document: str) -> None:
             namespace["test_orders"](broker)  # type: ignore[operator]
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.usefixtures("pika_litter")
 @pytest.mark.parametrize(("document", "at_least"), [("README.md", 4), ("docs/library.md", 10), ("docs/broker.md", 2)])
 def test_the_python_blocks_of_a_document_run(document, at_least, tmp_path, monkeypatch, capsys):
@@ -47,6 +48,7 @@ def test_the_python_blocks_of_a_document_run(document, at_least, tmp_path, monke
     run_blocks(document)
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.usefixtures("pika_litter")
 def test_the_commands_of_the_readme_run_after_its_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -449,7 +449,7 @@ class Channel:
     ) -> None:
         """Publish all of them, with at most about `window` unconfirmed in confirm mode. `settled` waits for the rest.
 
-        >>> await channel.publish_many([b"a", b"b"], routing_key="orders", properties=encoded_properties(priority=3))
+        await channel.publish_many([b"a", b"b"], routing_key="orders", properties=encoded_properties(priority=3))
         """
         if properties is None:
             properties = PERSISTENT_PROPERTIES if persistent else PLAIN_PROPERTIES

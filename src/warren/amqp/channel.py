@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections import deque
@@ -27,7 +28,7 @@ from warren.kernel.ranges import RangeSet
 from warren.kernel.unacked import Unacked
 from warren.queueing.consumers import Consumer
 from warren.queueing.properties import build_head, decode_head, expiration_of
-from warren.queueing.queue_process import QueueProcess
+from warren.queueing.queue_process import QueueCrashed, QueueProcess
 from warren.routing.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -360,7 +361,7 @@ class Channel(Declarations):
 
     def _recover(self, requeue: bool) -> None:
         if not requeue:
-            raise AmqpError(540, "requeue=false", 60, 110)
+            raise AmqpError(540, "requeue=false")
         if self.transaction is not None and self.transaction.settled:
             for tag in self.unacked.tags():
                 if tag not in self.transaction.settled:
@@ -521,16 +522,18 @@ class Channel(Declarations):
                 # Those that leave together must not get what the others leave behind.
                 consumer.queue.consumers.block(consumer)
         for queue, _, seqs in self.unacked.drain():
-            self._queues[queue].requeue(seqs)
+            with contextlib.suppress(QueueCrashed):  # then they are ready again by its restart
+                self._queues[queue].requeue(seqs)
         for consumer in consumers:
             if consumer.queue is not None:
-                consumer.queue.cancel(consumer)
+                with contextlib.suppress(QueueCrashed):
+                    consumer.queue.cancel(consumer)
 
 
 def _carbon(headers: dict[str, Any], name: str) -> list[str]:
     if name not in headers:
         return []
     value = headers[name]
-    if not isinstance(value, list) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, list):
         raise AmqpError(406, f"unexpected type of header {name}: it is an array of strings", 60, 40)
-    return value
+    return [key for key in value if isinstance(key, str)]

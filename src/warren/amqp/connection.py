@@ -24,6 +24,7 @@ from warren.amqp.methods import METHODS, decode, encode
 from warren.errors import DiskFullError, WarrenError
 from warren.kernel.frame_writer import HEARTBEAT_FRAME, method_frame
 from warren.kernel.frames import ACK, HEARTBEAT, METHOD, PUBLISH, TOO_LARGE, FrameScanner
+from warren.queueing.queue_process import QueueCrashed
 from warren.routing.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _HIGH_WATER = 1024 * 1024  # bytes on their way to a client before its consumers
 _LOW_WATER = 256 * 1024
 _MOST_UNCOMMITTED = 8 * 1024 * 1024  # bytes in the journal's buffer before publishers are not read from
 _CLOSE_SECONDS = 10.0
+_SETTLEMENTS = ((60, 80), (60, 90), (60, 110), (60, 120))  # basic.ack, reject, recover, nack
 _CLOSE_OK = method_frame(0, encode("connection.close-ok"))
 
 
@@ -170,6 +172,11 @@ class Connection(asyncio.Protocol):
                 return
             except AmqpError as error:
                 self._error(error, event)
+            except QueueCrashed as crash:
+                # An ack of what the queue has forgotten is nothing to speak of: it comes again, as redelivered.
+                if event[0] == METHOD and event[2:4] not in _SETTLEMENTS:
+                    text = f"queue '{crash}' failed and was restarted; try again"
+                    self._error(AmqpError(506, text, event[2], event[3]), event)
             except WarrenError as error:
                 self.fail(AmqpError(541, f"{type(error).__name__}: {error}"))
             except Exception:
@@ -220,7 +227,7 @@ class Connection(asyncio.Protocol):
         try:
             arguments = decode(method, payload)
         except ValueError as error:
-            raise AmqpError(502, str(error), class_id, method_id) from None
+            raise AmqpError(501, str(error), class_id, method_id) from None
         if number == 0:
             self._connection_method(method.name, arguments, class_id, method_id)
             return True
@@ -256,7 +263,7 @@ class Connection(asyncio.Protocol):
             self._release()
             self.send_method(0, encode("connection.close-ok"))
             self._end()
-        elif name == "connection.close-ok":
+        elif name == "connection.close-ok" and self.state != OPEN:
             self._end()
         elif self.state != OPEN:
             return

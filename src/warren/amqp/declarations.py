@@ -11,7 +11,7 @@ from warren.amqp.methods import encode
 from warren.queueing.queue_process import QueueProcess
 from warren.routing.binding import Binding
 from warren.routing.errors import RoutingError
-from warren.routing.exchange import Exchange, check_not_default
+from warren.routing.exchange import Exchange, check_not_default, check_type
 
 if TYPE_CHECKING:
     from warren.amqp.connection import Connection, Permission, ResourceKind
@@ -199,6 +199,9 @@ class Declarations:
         nowait: bool,
         arguments: dict[str, Any],
     ) -> None:
+        if not passive:
+            self._routed(lambda: check_type(type))
+        self._routed(lambda: check_not_default(exchange))
         if passive:
             self._check_exchange(exchange)
         else:

@@ -11,15 +11,19 @@ Rules:
 2. An overflow that rejects is decided before a consumer is looked for; a waiting consumer means an empty queue.
 3. Only the head expires, and its time was fixed when it came.
 4. What leaves the queue for another one (a dead letter) leaves in one transaction with its arrival there.
-5. A queue that raises is restarted alone by its owner; what it had handed out comes back as redelivered.
+5. A queue that raises is restarted alone by its owner: its consumers are cancelled with notice, and what it had handed out
+   comes back as redelivered.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
+from warren.errors import WarrenError
 from warren.kernel.entry import PERSISTENT, Entry, place_entries, seqs_of
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.consumers import MOST_AT_ONCE, Consumer, Consumers
@@ -28,6 +32,7 @@ from warren.queueing.limits import Limits
 from warren.storage.vhost_store import StoredQueue, VhostStore
 
 _ALL_FLAGS = 255
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Cancellable(Protocol):
@@ -47,8 +52,31 @@ class Owner(Protocol):
     def wake(self) -> None:
         """There is something to commit."""
 
+    def queue_crashed(self, queue: QueueProcess, error: Exception) -> None:
+        """Restart it, alone."""
+
     def remove_queue(self, queue: QueueProcess) -> int:
         """The queue ends by itself: it expired, or its last consumer went."""
+
+
+class QueueCrashed(Exception):
+    """The queue failed and was restarted; what was asked of it was not done."""
+
+
+def _guarded(function: F) -> F:
+    """An error inside of a queue is the queue's alone: it is restarted, and the caller gets QueueCrashed."""
+
+    @functools.wraps(function)
+    def call(self: QueueProcess, *arguments: Any) -> Any:
+        try:
+            return function(self, *arguments)
+        except (WarrenError, QueueCrashed):  # the disk's, or told already
+            raise
+        except Exception as error:
+            self._owner.queue_crashed(self, error)
+            raise QueueCrashed(self.name) from error
+
+    return cast(F, call)
 
 
 class Delivered:
@@ -94,6 +122,7 @@ class QueueProcess:
         self.consumers = Consumers(single_active=arguments.single_active_consumer)
         self.apply(arguments)
 
+    @_guarded
     def apply(self, arguments: QueueArguments) -> None:
         """Its arguments, or what a policy makes of them."""
         self.arguments = arguments
@@ -123,6 +152,7 @@ class QueueProcess:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
+    @_guarded
     def admit(self, entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Those that there is room for, and those that the overflow rejects."""
         if not self._rejects:
@@ -143,6 +173,7 @@ class QueueProcess:
             self._owner.dead_letter(self, rejected, MAXLEN, pending=False)
         return taken, rejected
 
+    @_guarded
     def deliver(self, entries: list[Entry]) -> Delivered:
         """Messages arrive; they are this queue's own objects from now on."""
         entries, rejected = self.admit(entries)
@@ -168,6 +199,7 @@ class QueueProcess:
                 self._arrived(entries)
         return Delivered(rejected, journaled)
 
+    @_guarded
     def accept(self, entries: list[Entry]) -> None:
         """Messages came to the backing queue by another way: fan-out, a transaction."""
         self.published += len(entries)
@@ -224,6 +256,7 @@ class QueueProcess:
             self.delivered += len(part)
             consumer.receiver.send(consumer, part)
 
+    @_guarded
     def run(self) -> None:
         """Deliver as long as there are messages and consumers that can take them."""
         if self._running or self.deleted:
@@ -274,6 +307,7 @@ class QueueProcess:
             self._backing.ack(seqs_of(entries))
             self._owner.wake()
 
+    @_guarded
     def get(self, no_ack: bool) -> tuple[Entry, bool] | None:
         """For basic.get: a message, and whether it was delivered before."""
         self.used()
@@ -309,6 +343,7 @@ class QueueProcess:
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
+    @_guarded
     def ack(self, seqs: list[int]) -> None:
         if self.deleted:
             return
@@ -316,6 +351,7 @@ class QueueProcess:
             self.acked += len(self._backing.ack(seqs))
         self._owner.wake()
 
+    @_guarded
     def reject(self, seqs: list[int]) -> None:
         """Not wanted, and not to be tried again."""
         if self.deleted:
@@ -328,9 +364,10 @@ class QueueProcess:
         if self.arguments.dead_letter_exchange is None:
             self._backing.ack(seqs)
             return
-        entries: list[Entry] = self._backing.ackfold(lambda entry, found: [*found, entry], [], seqs)
+        entries: list[Entry] = self._backing.ackfold(_gather, [], seqs)
         self._end(entries, reason, pending=True)
 
+    @_guarded
     def requeue(self, seqs: list[int]) -> None:
         """Back to where they were."""
         if self.deleted:
@@ -348,12 +385,14 @@ class QueueProcess:
         self._owner.wake()
         self.run()
 
+    @_guarded
     def settled(self, consumer: Consumer, count: int) -> None:
         """The channel settled so many of a consumer's messages: it may have room again."""
         consumer.outstanding -= count
         if consumer.blocked and self.consumers.unblock(consumer):
             self.run()
 
+    @_guarded
     def unblock(self, consumer: Consumer) -> None:
         """Its channel has room again."""
         if self.consumers.unblock(consumer):
@@ -361,6 +400,7 @@ class QueueProcess:
 
     # -- consumers ---------------------------------------------------------------------------------------------------
 
+    @_guarded
     def consume(self, consumer: Consumer) -> None:
         consumer.queue = self
         self.consumers.add(consumer)
@@ -399,6 +439,7 @@ class QueueProcess:
             self._limits.overflowed += len(entries)
             self._end(entries, MAXLEN, pending=True)
 
+    @_guarded
     def expire(self) -> None:
         """Expired messages leave from the head; the next one sets the timer."""
         backing = self._backing
@@ -411,9 +452,7 @@ class QueueProcess:
                     self._owner.wake()
                 else:
                     dead: list[Entry] = []
-                    _, dead = backing.fetchwhile(
-                        lambda entry: 0 < entry.expiry <= now, lambda entry, found: [*found, entry], dead
-                    )
+                    _, dead = backing.fetchwhile(lambda entry: 0 < entry.expiry <= now, _gather, dead)
                     self._limits.expired += len(dead)
                     self._end(dead, EXPIRED, pending=True)
                 head = backing.peek()
@@ -433,7 +472,8 @@ class QueueProcess:
     def _expiry_fired(self) -> None:
         self._expiry_timer = None
         if not self.deleted:
-            self.expire()
+            with contextlib.suppress(QueueCrashed):
+                self.expire()
 
     def used(self) -> None:
         """Somebody looked at it: an expiring queue has its time again."""
@@ -453,6 +493,7 @@ class QueueProcess:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
+    @_guarded
     def purge(self) -> int:
         with self._lock:
             count = self._backing.purge()
@@ -496,6 +537,11 @@ class QueueProcess:
 
 def _now() -> int:
     return time.time_ns() // 1000
+
+
+def _gather(entry: Entry, found: list[Entry]) -> list[Entry]:
+    found.append(entry)
+    return found
 
 
 def _pick(entries: list[Entry], positions: list[int]) -> list[Entry]:

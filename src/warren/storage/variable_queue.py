@@ -113,6 +113,11 @@ class VariableQueue(PendingAcks):
             self._forget_transient(self.index.load(pairs)[0])
         self._disk_transient.clear()
 
+    def forget_ram(self) -> None:
+        """The queue is being rebuilt from disk: its memory does not count any more."""
+        self._context.monitor.forget(id(self), self._ram_bytes)
+        self._ram_bytes = 0
+
     def delete_and_terminate(self) -> None:
         """Also drops references to stored bodies, at once: the caller has committed the delete to the metadata."""
         held = (*self.q1, *self.q2, *self.q3, *self.q4, *self._ram_pending.values())

@@ -20,14 +20,12 @@ from typing import Any
 
 from warren.errors import (
     MessageTooLargeError,
-    QueueNotFoundError,
     StoreFailedError,
 )
-from warren.kernel.entry import IN_STORE, PERSISTENT, Entry
-from warren.kernel.journal_codec import CHECKOUT, DEDUP, LEASE, MOST_TARGETS
-from warren.kernel.overlay import HIDDEN, LIVE
+from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, total_size
+from warren.kernel.journal_codec import DEDUP, MOST_TARGETS
+from warren.kernel.overlay import LIVE
 from warren.storage import compaction
-from warren.storage.backing_queue import Checkout
 from warren.storage.checkpoint import Checkpoint
 from warren.storage.checkpoint_pace import CheckpointPace, divide_at
 from warren.storage.committer import FULL
@@ -46,7 +44,9 @@ from warren.storage.settings import EngineSettings
 from warren.storage.snapshot import link_store, write_manifest
 from warren.storage.sqlite_queue import SqliteQueue
 from warren.storage.stored_queue import StoredQueue, backing_kind, journal_target, level_count
-from warren.storage.vhost_opening import DURABILITIES, VhostOpening
+from warren.storage.variable_queue import VariableQueue
+from warren.storage.vhost_opening import DURABILITIES
+from warren.storage.vhost_transactions import VhostTransactions
 
 log = logging.getLogger("warren.storage")
 
@@ -56,7 +56,7 @@ _CHECKPOINT_SLACK = 4096  # bytes for headers, carried records and FLOOR
 __all__ = ["DURABILITIES", "StoredQueue", "VhostStore"]
 
 
-class VhostStore(VhostOpening):
+class VhostStore(VhostTransactions):
     def __init__(
         self,
         data_directory: str,
@@ -129,12 +129,6 @@ class VhostStore(VhostOpening):
                 return self._add_sqlite_queue(record, self._database(record), seqs)
             return self._add_queue(record, seqs, [self._index(record, n) for n in range(level_count(record))], None)
 
-    def get(self, name: str) -> StoredQueue:
-        queue = self.queues.get(name)
-        if queue is None:
-            raise QueueNotFoundError(f"no queue {name!r} in vhost {self.vhost!r}")
-        return queue
-
     def delete(self, name: str) -> int:
         """Delete a queue and its messages; how many were ready."""
         with self._checkpoint_lock, self.lock, self.disk_errors():
@@ -162,16 +156,44 @@ class VhostStore(VhostOpening):
                 raise
             self.disk.remove_tree(directory)
 
-    # -- publishing --------------------------------------------------------------------------------------------------
+    def restart_queue(self, name: str) -> StoredQueue:
+        """Rebuild a queue, of which something in memory went wrong, from what is on disk. What was handed out is ready
+        again; transient messages that were only in memory are gone. Everything before is safe when this returns."""
+        with self._checkpoint_lock, self._synced(), self.disk_errors():
+            old = self.get(name)
+            levels = old.backing.levels if isinstance(old.backing, PriorityQueue) else [old.backing]
+            for level in levels:
+                if isinstance(level, VariableQueue):
+                    level.forget_ram()
+            states = [self._rebuilt(index, old.seqs.next, old.backing.counts) for index in old.indexes]
+            return self._add_queue(old.record, old.seqs, old.indexes, states)
 
-    def reserve(self, queue: StoredQueue, count: int) -> None:
-        """Make sure that `count` seq_ids may be taken under the lock that follows. Called without the lock."""
-        while True:
-            with self.lock:
-                self.committer.check_publish()
-                if queue.seqs.available(count):
-                    return
-            self.committer.sync()
+    def _rebuilt(self, index: QueueIndex, stop: int, counts: dict[int, int]) -> dict[str, Any]:
+        """As recovery terms, from the index of a running queue. Requires: the lock, nothing unsynced."""
+        size = stored = 0
+        alive: list[int] = []
+        cursor = min((number * index.segment_size for number in index.segments), default=stop)
+        first = index.overlay.first_seq()
+        low = cursor = cursor if first is None else min(cursor, first)
+        while cursor < stop:
+            entries, _ = index.read(cursor, stop, self.settings.load_entries)
+            if not entries:
+                break
+            size += total_size(entries)
+            stored += sum(entry.flags & (IN_STORE | PERSISTENT) == IN_STORE | PERSISTENT for entry in entries)
+            alive += [entry.seq for entry in entries if entry.seq in counts]
+            cursor = entries[-1].seq + 1
+        return {
+            "bytes": size,
+            "low": low,
+            "redelivered_below": stop,
+            "returned": [],
+            "counts": {seq: counts[seq] for seq in alive},
+            "stored": stored,
+            "leased": self._live_leased(index),
+        }
+
+    # -- publishing --------------------------------------------------------------------------------------------------
 
     def check_size(self, size: int) -> None:
         if size > self.settings.max_message_bytes:
@@ -266,137 +288,6 @@ class VhostStore(VhostOpening):
         """The highest publishing id that a producer has published to a queue."""
         value = self.ledger.table(DEDUP).get(f"{queue.uid}:{producer}")
         return None if value is None else int(value)
-
-    # -- transactions ------------------------------------------------------------------------------------------------
-
-    def transact(
-        self, publishes: list[tuple[StoredQueue, Entry]], acks: list[tuple[StoredQueue, list[int]]]
-    ) -> list[int]:
-        """All of it or nothing, also across a crash: one record group. Visible once it is safe. The seq_ids."""
-        self._reserve_for(publishes)
-        with self.lock:
-            self.committer.check_publish() if publishes else self.committer.check()
-            lsn = self._begin_transaction(publishes, acks, None)
-        if lsn is not None:
-            self.committer.sync(lsn)
-        return [entry.seq for _, entry in publishes]
-
-    def transact_later(
-        self,
-        publishes: list[tuple[StoredQueue, Entry]],
-        acks: list[tuple[StoredQueue, list[int]]],
-        done: Callable[[], None],
-    ) -> None:
-        """As `transact`, but returns at once. `done` is called when it is safe and visible: by the thread that committed
-        it, with the lock."""
-        self._reserve_for(publishes)
-        with self.lock:
-            self.committer.check()
-            self._begin_transaction(publishes, acks, done)
-
-    def _reserve_for(self, publishes: list[tuple[StoredQueue, Entry]]) -> None:
-        wanted: dict[str, int] = {}
-        for queue, _ in publishes:
-            wanted[queue.name] = wanted.get(queue.name, 0) + 1
-        for name, count in wanted.items():
-            self.reserve(self.get(name), count)
-
-    def _begin_transaction(
-        self,
-        publishes: list[tuple[StoredQueue, Entry]],
-        acks: list[tuple[StoredQueue, list[int]]],
-        done: Callable[[], None] | None,
-    ) -> int | None:
-        """The LSN whose sync makes it safe; None: there is nothing to wait for. Requires: the lock, reserved seq_ids."""
-        for queue, entry in publishes:
-            entry.seq = queue.seqs.take(1)
-        if self.durability != "memory":
-            self.journal.buffer.begin_group()
-            try:
-                for queue, entry in publishes:
-                    queue.backing.journal_publish([entry], HIDDEN)
-                for queue, acked in acks:
-                    queue.backing.journal_ack(acked)
-            except BaseException as error:  # half a group, and its acks are done in memory: only recovery helps
-                self.committer.fail(error)
-                raise
-            self.journal.buffer.end_group()
-
-        def apply() -> None:
-            for queue, entry in publishes:
-                queue.backing.reveal([entry])
-            for queue, acked in acks:
-                queue.backing.ack_committed(acked)
-            if done is not None:
-                done()
-
-        if self.durability == "memory":
-            apply()
-            return None
-        self.journal.after(apply)
-        return self.journal.appended_lsn
-
-    # -- leases ------------------------------------------------------------------------------------------------------
-
-    def checkout(self, queue: StoredQueue, lease: str, limit: int, most_bytes: int = 1 << 62) -> Checkout | None:
-        """Freeze ready messages from the head as the lease's next checkout; durable when this returns."""
-        with self.lock:
-            self.committer.check()
-            state = self._lease(lease)
-            ranges = queue.backing.checkout(limit, most_bytes)
-            if not ranges:
-                return None
-            number = state["next"]
-            self.journal.buffer.begin_group()
-            self.ledger.put(LEASE, lease, {**state, "next": number + 1})
-            self.ledger.put(
-                CHECKOUT,
-                f"{lease}/{number}",
-                {"queue": queue.uid, "ranges": {str(sid): pairs for sid, pairs in ranges.items()}},
-            )
-            self.journal.buffer.end_group()
-            lsn = self.journal.appended_lsn
-        self.committer.sync(lsn)
-        return Checkout(number, lease, ranges)
-
-    def _lease(self, lease: str) -> dict[str, int]:
-        """Its record; a new one where there is none, which is above the checkouts that damage has left of it."""
-        state: dict[str, int] | None = self.ledger.table(LEASE).get(lease)
-        if state is not None:
-            return state
-        last = max((checkout.number for checkout in self.checkouts(lease)), default=0)
-        return {"epoch": 0, "floor": 0, "next": last + 1}
-
-    def checkouts(self, lease: str) -> list[Checkout]:
-        """Open checkouts of a lease, oldest first."""
-        out = []
-        for key, value in self.ledger.table(CHECKOUT).items():
-            name, _, number = key.rpartition("/")
-            if name == lease:
-                ranges = {int(sid): pairs for sid, pairs in value["ranges"].items()}
-                out.append(Checkout(int(number), lease, ranges))
-        return sorted(out, key=lambda checkout: checkout.number)
-
-    def settle(self, lease: str, upto: int, *, requeue: bool = False) -> int:
-        """End all checkouts of a lease up to a number, as acked or ready again; one record group, idempotent."""
-        settled = 0
-        with self.lock:
-            self.committer.check()
-            due = [checkout for checkout in self.checkouts(lease) if checkout.number <= upto]
-            if due:
-                by_uid = {queue.uid: queue for queue in self.queues.values()}
-                self.journal.buffer.begin_group()
-                state = self._lease(lease)
-                self.ledger.put(LEASE, lease, {**state, "floor": max(state["floor"], upto)})
-                for checkout in due:
-                    uid = self.ledger.table(CHECKOUT)[f"{lease}/{checkout.number}"]["queue"]
-                    self.ledger.put(CHECKOUT, f"{lease}/{checkout.number}", None)
-                    if uid in by_uid:
-                        settled += by_uid[uid].backing.settle(checkout.ranges, requeue)
-                self.journal.buffer.end_group()
-            lsn = self.journal.appended_lsn
-        self.committer.sync(lsn)
-        return settled
 
     # -- safety and upkeep -------------------------------------------------------------------------------------------
 

@@ -7,10 +7,12 @@ one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,8 +25,8 @@ from warren.queueing.arguments import QueueArguments, known_arguments
 from warren.queueing.dead_letter import Death
 from warren.queueing.delayed import PREFIX as DELAYED_PREFIX
 from warren.queueing.delayed import DelayedQueue
-from warren.queueing.properties import build_head, decode_head
-from warren.queueing.queue_process import Cancellable, QueueProcess
+from warren.queueing.properties import build_head, decode_head, priority_of
+from warren.queueing.queue_process import Cancellable, QueueCrashed, QueueProcess
 from warren.routing.binding import Binding
 from warren.routing.exchange import Exchange
 from warren.routing.policies import Policy, effective, queue_arguments
@@ -36,6 +38,7 @@ from warren.vhost.commits import Commits
 log = logging.getLogger("warren.vhost")
 
 QUORUM_DELIVERY_LIMIT = 20
+QUEUE_RESTARTS, QUEUE_RESTART_SECONDS = 5, 10.0
 
 
 @dataclass(slots=True)
@@ -75,6 +78,8 @@ class Vhost:
         self.failure: WarrenError | None = None
         self.started_at = time.time()
         self._failed = failed
+        self._crashes: dict[str, deque[float]] = {}  # when a queue failed
+        self.down: set[str] = set()  # queues that failed too often
         self.policies: dict[str, Policy] = {}
         self.operator_policies: dict[str, Policy] = {}
         self.delayed: dict[str, DelayedQueue] = {}  # by exchange
@@ -197,6 +202,8 @@ class Vhost:
 
     def queue(self, name: str) -> QueueProcess:
         queue = self.queues.get(name)
+        if queue is None and name in self.down:
+            raise AmqpError(404, f"queue '{name}' in vhost '{self.name}' failed too often and is down")
         if queue is None:
             raise AmqpError(404, f"no queue '{name}' in vhost '{self.name}'")
         return queue
@@ -211,6 +218,8 @@ class Vhost:
         arguments: dict[str, Any],
     ) -> QueueProcess:
         """A new queue. Requires: there is none of this name."""
+        if name in self.down:
+            self.queue(name)
         try:
             QueueArguments.parse(known_arguments(arguments))
         except QueueArgumentError as error:
@@ -285,6 +294,26 @@ class Vhost:
         queue.stop()
         return self.store.delete(queue.name)
 
+    def queue_crashed(self, queue: QueueProcess, error: Exception) -> None:
+        """Start it anew from what is on disk; too often, and it stays down."""
+        if self.queues.get(queue.name) is not queue:
+            return
+        log.error("queue %r in vhost %r failed and is restarted", queue.name, self.name, exc_info=error)
+        queue.stop()
+        now = time.monotonic()
+        crashes = self._crashes.setdefault(queue.name, deque())
+        crashes.append(now)
+        while now - crashes[0] > QUEUE_RESTART_SECONDS:
+            crashes.popleft()
+        if len(crashes) > QUEUE_RESTARTS:
+            log.error("queue %r in vhost %r failed %s times and stays down", queue.name, self.name, len(crashes))
+            del self.queues[queue.name]
+            self.down.add(queue.name)
+            return
+        stored = self.store.restart_queue(queue.name)
+        restarted = self._add(stored, queue.exclusive_to, queue.auto_delete)
+        restarted.declared_durable = queue.declared_durable
+
     def release_exclusive(self, connection: object) -> None:
         """The connection is gone, and with it its queues."""
         for queue in [queue for queue in self.queues.values() if queue.exclusive_to is connection]:
@@ -341,7 +370,10 @@ class Vhost:
             queue = self.queues.get(names[0])
             if queue is None:
                 return [], False
-            done = queue.deliver(entries)
+            try:
+                done = queue.deliver(entries)
+            except QueueCrashed:
+                return entries, False
             return done.rejected, done.journaled
         targets = [queue for name in names if (queue := self.queues.get(name)) is not None]
         if entries[0].flags & PERSISTENT and sum(queue.durable for queue in targets) > 1:
@@ -350,7 +382,11 @@ class Vhost:
         journaled = False
         for queue in targets:
             copies = copy_entries(entries)
-            done = queue.deliver(copies)
+            try:
+                done = queue.deliver(copies)
+            except QueueCrashed:
+                rejected += entries
+                continue
             journaled = journaled or done.journaled
             if done.rejected:
                 gone = set(map(id, done.rejected))
@@ -376,7 +412,8 @@ class Vhost:
                     times_to_live=[queue.ttl_us for queue in room],
                 )
                 for queue, copy in zip(room, made, strict=True):
-                    queue.accept([copy])
+                    with contextlib.suppress(QueueCrashed):  # the message is its own by now
+                        queue.accept([copy])
         self.wake()
         return rejected, True
 
@@ -404,7 +441,8 @@ class Vhost:
             return
         now = time.time_ns() // 1000
         copy = Entry(0, head, entry.body, entry.flags & PERSISTENT if target.durable else 0, now)
-        copy.level = min(entry.level, target.highest)
+        # The publisher's word: the queue that it leaves may have had fewer priorities, or none.
+        copy.level = min(priority_of(head) or 0, target.highest)
         if target.ttl_us >= 0:
             copy.expiry = now + target.ttl_us
         if target.admit([copy])[0]:
@@ -424,7 +462,8 @@ class Vhost:
     def _moved(arrived: dict[QueueProcess, list[Entry]]) -> None:
         for queue, entries in arrived.items():
             if not queue.deleted:
-                queue.accept(entries)
+                with contextlib.suppress(QueueCrashed):  # they are its own by now
+                    queue.accept(entries)
 
     # -- delays ------------------------------------------------------------------------------------------------------
 
