@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from bench import rabbitmq
 from tests.broker_clients import unique
 from warren.amqp.bulk_client import Batch, connect
-from warren.cli.bench import bench
+from warren.cli.bench import Outcome, bench
 from warren.cli.load import Histogram, Load
 from warren.testing import running_broker
 
@@ -184,3 +185,45 @@ def test_publishers_and_consumers_are_dealt_to_queues_in_turn():
     load = Load("", queues=2, queue="q", processes=3)
     assert [load.queue_name(number) for number in range(4)] == ["q-0", "q-1", "q-0", "q-1"]
     assert [load.processes_for(count) for count in (1, 3, 8)] == [1, 3, 3]
+
+
+# ---- beside RabbitMQ ----
+
+
+def outcome(consumed: float, confirmed: float = 0, published: float = 1e9, p50: float | None = None) -> Outcome:
+    rates = {"published": published, "confirmed": confirmed, "consumed": consumed, "consumed_bytes": 0.0}
+    times = None if p50 is None else {"p50": p50, "p99": 2 * p50}
+    return Outcome(1.0, {}, rates, times, None)
+
+
+def test_the_table_has_medians_and_the_ratio_to_the_better_of_the_others():
+    candidates = [rabbitmq.Candidate(name, "", {}) for name in ("Warren", "v1", "v2")]
+    found = {
+        "transient, 16 B": {
+            "Warren": [outcome(900), outcome(1000), outcome(5000, published=1000)],
+            "v1": [outcome(100)],
+            "v2": [outcome(250)],
+        },
+        "fill, 16 B": {
+            "Warren": [outcome(0, 600, p50=1.5)],
+            "v1": [outcome(0, 300, p50=30)],
+            "v2": [outcome(0, 200, p50=20)],
+        },
+    }
+    assert rabbitmq.table(found, candidates)[2:] == [
+        "| transient, 16 B | 1,000 | 100 | 250 | 4.0 x |",
+        "| fill, 16 B | 600 | 300 | 200 | 2.0 x |",
+    ]
+    assert rabbitmq.confirm_table(found, candidates)[2:] == ["| fill, 16 B | 1.5 / 3.0 | 30.0 / 60.0 | 20.0 / 40.0 |"]
+
+
+def test_a_scenario_runs_on_a_warren_of_its_own_which_ends_with_it(tmp_path):
+    with rabbitmq.warren(tmp_path / "warren") as url:
+        fill = next(each for each in rabbitmq.scenarios(400) if each.key == "fill")
+        found = rabbitmq.run(fill, rabbitmq.Candidate("Warren", url, {"x-queue-version": 2}), 0)
+        assert {name: each.counts["confirmed"] + each.counts["consumed"] for name, each in found.items()} == {
+            "fill with confirms, 16 B": 400,
+            "drain with acks, 16 B": 400,
+        }
+    with pytest.raises(OSError, match=r"refused|Connect call failed"):
+        asyncio.run(connect(url))
