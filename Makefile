@@ -20,7 +20,7 @@ STAMPS := $(addprefix build/kernel/,$(MODULES))
 # make run ARGS=..., make bench ARGS=..., make test ARGS="-k journal": passed on to the command.
 ARGS ?=
 
-.PHONY: help setup kernel run test test-full test-compiled compiled lint bench clean modules
+.PHONY: help setup kernel run test test-full test-compiled compiled lint bench bench-rabbitmq differential clean modules
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -62,6 +62,9 @@ compiled: setup ## the package with its logic compiled by mypyc, in build/compil
 
 test-compiled: compiled ## all tests at a tenth of their size against the compiled package
 	PYTHONPATH=$(COMPILED) WARREN_TEST_SCALE=small $(BIN)/python -m pytest $(ARGS)
+
+bench-rabbitmq: compiled ## Warren beside RabbitMQ, which Debian has
+	PYTHONPATH=$(COMPILED) $(BIN)/python -m bench.rabbitmq $(ARGS)
 
 bench: compiled ## the measurements of bench/, with the compiled package
 	PYTHONPATH=$(COMPILED) $(BIN)/python -m bench $(ARGS)

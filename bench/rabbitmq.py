@@ -84,7 +84,7 @@ def ensure_rabbitmq() -> None:
     """Install Debian's package where it is missing, and stop the service that its installation starts."""
     if _SERVER.exists():
         return
-    command = ["apt-get", "install", "-y", _PACKAGE]
+    command = ["apt-get", "-o", "DPkg::Lock::Timeout=120", "install", "-y", _PACKAGE]
     if os.geteuid() or not shutil.which("apt-get"):
         raise SystemExit(f"RabbitMQ is not installed. As root: {shlex.join(command)}")
     print(shlex.join(command), flush=True)

@@ -51,7 +51,38 @@ def _cancel_ok(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return program[-1].method == "basic.cancel-ok" and _closes(theirs) == [503] and not _closes(ours)
 
 
+def _length_bytes(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    return any("x-max-length-bytes" in step.arguments.get("arguments", {}) for step in program) and not _closes(ours)
+
+
+def _queue_mode(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    step = program[-1]
+    used = any("x-queue-mode" in step.arguments.get("arguments", {}) for step in program)
+    return used and step.method == "queue.declare" and _closes(theirs) == [406]
+
+
+def _global_prefetch(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    limited = any(step.method == "basic.qos" and step.arguments.get("global_") for step in program)
+    consumers = sum(step.method == "basic.consume" for step in program)
+    return limited and consumers > 1 and _answers(ours) == _answers(theirs)
+
+
 ACCEPTED: list[Accepted] = [
+    Accepted(
+        "who goes first under a prefetch of the channel",
+        "when it has room again RabbitMQ begins with a queue by chance, Warren with the oldest consumer",
+        _global_prefetch,
+    ),
+    Accepted(
+        "OPEN: x-max-length-bytes",
+        "RabbitMQ counts bodies alone; Warren also exchange, routing key and properties, as they are stored",
+        _length_bytes,
+    ),
+    Accepted(
+        "x-queue-mode is not compared",
+        "it says how RabbitMQ before 3.12 keeps a queue; later ones and Warren ignore it",
+        _queue_mode,
+    ),
     Accepted(
         "channel.flow stops deliveries",
         "AMQP has it, RabbitMQ answers 540; who asks a broker to wait is better off when it does",

@@ -18,7 +18,7 @@ import datetime
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from differential.accepted import IGNORED_HEADERS, explain
@@ -39,7 +39,9 @@ _CLOSES = ("channel.close", "connection.close", "lost")
 class _ChannelState:
     confirming: bool = False
     published: int = 0
-    settled: set[int] = field(default_factory=set)
+    settled: set[int] = field(default_factory=set)  # of those
+    waiting: list[int] = field(default_factory=list)  # delivery tags that the client has not settled
+    no_ack: set[str] = field(default_factory=set)  # consumers whose deliveries need no ack
 
 
 class Side:
@@ -93,6 +95,10 @@ class Side:
         if step.channel and not step.bare and step.channel not in wire.open_channels and step.method != "drop":
             wire.open_channel(step.channel)
             self._states[where] = _ChannelState()
+        resolved = self._resolve(step, self._states.setdefault(where, _ChannelState()))
+        if resolved is None:
+            return {}
+        step = resolved
         marks = {number: len(one.events) for number, one in self._wires.items()}
         was_open = {number: set(one.open_channels) for number, one in self._wires.items()}
         start = len(wire.events)
@@ -107,6 +113,25 @@ class Side:
                 self._states.pop((number, channel), None)
         seen.update(counts)
         return seen
+
+    @staticmethod
+    def _resolve(step: Step, state: _ChannelState) -> Step | None:
+        """With a number for its delivery tag, and what it will do to the deliveries that wait."""
+        if step.method == "basic.consume" and step.arguments.get("no_ack"):
+            state.no_ack.add(step.arguments.get("consumer_tag", ""))
+        elif step.method.startswith("basic.recover") and step.arguments.get("requeue"):
+            state.waiting.clear()
+        tag = step.arguments.get("delivery_tag", 0)
+        if isinstance(tag, str):
+            if not state.waiting:
+                return None
+            place = {"oldest": 0, "second": min(1, len(state.waiting) - 1), "newest": -1}[tag]
+            tag = state.waiting[place]
+            step = replace(step, arguments={**step.arguments, "delivery_tag": tag})
+        if step.method in ("basic.ack", "basic.nack", "basic.reject"):
+            multiple = step.arguments.get("multiple")
+            state.waiting = [one for one in state.waiting if one != tag and not (multiple and (one < tag or not tag))]
+        return step
 
     def _connect(self, number: int) -> Wire:
         if number in self._wires:
@@ -219,6 +244,8 @@ class Side:
                 seen.setdefault(f"{place}: {'confirmed' if event.name == 'basic.ack' else 'refused'}", set()).update(numbers)
             elif event.name == "basic.deliver":
                 tag = self._plain(event.arguments["consumer_tag"])
+                if tag not in state.no_ack:
+                    state.waiting.append(event.arguments["delivery_tag"])
                 seen.setdefault(f"{place}: deliveries to {tag}", []).append(self._message(event))
                 seen.setdefault(f"{place}: tags", []).append((tag, event.arguments["delivery_tag"]))
             elif event.name == "basic.cancel":
@@ -226,6 +253,8 @@ class Side:
             else:
                 if event.name == "confirm.select-ok":
                     state.confirming = True
+                elif event.name == "basic.get-ok":
+                    state.waiting.append(event.arguments["delivery_tag"])
                 seen.setdefault(f"{place}: answers", []).append(self._answer(event))
 
     def _answer(self, event: Event) -> tuple[Any, ...]:

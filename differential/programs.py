@@ -68,6 +68,7 @@ class Step:
     connection: int = 0
     properties: dict[str, Any] | None = None  # of basic.publish
     body: bytes = b""
+    # A delivery_tag may be "oldest", "second" or "newest" of the deliveries that wait; there is no step when none does.
     times: int = 1  # so many publishes in one write
     bare: bool = False  # on whatever there is: nothing is opened for it
 
@@ -104,13 +105,22 @@ class Maker:
         self._random = random.Random(f"differential {seed}")
         # Most programs are of a client that knows its trade, on one channel: they get far. The others try everything.
         self._calm = self._random.random() < 0.6
+        # What a calm program knows of: it declared these.
+        self._queues: list[str] = []
+        self._exchanges: list[str] = ["amq.direct", "amq.fanout", "amq.topic", "amq.headers"]
+        self._consumers: list[str] = []
+        self._is_tx = False
 
     def program(self) -> Program:
         chance = self._random
         setup = [self._random_of(self._setup) for _ in range(chance.randint(1, 5))]
         if self._calm:
-            setup = [*map(self._own_queue, chance.choice((QUEUES[:2], QUEUES[:3], QUEUES))), *setup]
-        length = chance.randint(6, 20) if self._calm else chance.randint(3, 12)
+            setup = [self._own_queue(name) for name in chance.choice((QUEUES[:2], QUEUES[:3], QUEUES))]
+            setup += [self._own_exchange(name) for name in EXCHANGES if self._flip(0.4)]
+            setup += [self._bind() for _ in range(chance.randint(0, 4))]
+            if self._flip(0.3):
+                setup.append(self._mode())
+        length = chance.randint(10, 35) if self._calm else chance.randint(3, 12)
         steps = [*setup, *(self._random_of(self._work if self._calm else self._actions) for _ in range(length))]
         return [self._numbered(position, step) for position, step in enumerate(steps)]
 
@@ -147,26 +157,33 @@ class Maker:
         return self._flip(probability / 8 if self._calm else probability)
 
     def _queue(self) -> str:
-        if self._calm and self._flip(0.97):
-            return self._random.choice(("q1", "q1", "q2", "q3"))
+        if self._calm and self._flip(0.98):
+            return self._random.choice((*self._queues, "q1"))
         if self._wrong(0.06):
             return self._random.choice(("", "missing", "amq.bad", "amq.rabbitmq.reply-to"))
         return self._random.choice((*QUEUES, "q1", "q1", "q2"))
 
     def _exchange(self) -> str:
+        if self._calm and self._flip(0.98):
+            return self._random.choice(self._exchanges)
         if self._wrong(0.06):
             return self._random.choice(("missing", "amq.bad", "amq.rabbitmq.log"))
         return self._random.choice((*EXCHANGES, *EXCHANGES, *BUILT_IN))
 
     def _key(self) -> str:
+        if self._calm:
+            return self._random.choice(("a", "a", "a.b", "#"))
         return self._random.choice(KEYS)
 
-    def _tag(self) -> int:
-        if self._calm and self._flip(0.9):
-            return self._random.choice((1, 2, 3, 1, 2, 3, 4, 5, 6))
+    def _tag(self) -> int | str:
+        """A number, or which of the deliveries that wait: the runner knows them."""
+        if self._flip(0.95 if self._calm else 0.4):
+            return self._random.choice(("oldest", "oldest", "second", "newest"))
         return self._random.choice((1, 1, 1, 2, 2, 3, 4, 0, 99, 1 << 40))
 
     def _consumer(self) -> str:
+        if self._calm:
+            return self._random.choice(self._consumers or ["c1"])
         return self._random.choice(("c1", "c1", "c2", "c3", ""))
 
     def _queue_arguments(self) -> Arguments:
@@ -188,7 +205,6 @@ class Maker:
             {"x-expires": HOUR},
             {"x-max-priority": chance.choice((1, 5))},
             {"x-single-active-consumer": True},
-            {"x-queue-mode": "lazy"},
             {"x-queue-type": "classic"},
             {"client-own": "anything"},
         ]
@@ -257,8 +273,22 @@ class Maker:
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
+    def _own_exchange(self, name: str) -> Step:
+        self._exchanges += [name, name]
+        arguments = {"alternate-exchange": self._random.choice((*EXCHANGES, "amq.fanout"))} if self._flip(0.2) else {}
+        return self._step(
+            "exchange.declare",
+            exchange=name,
+            type=self._random.choice(TYPES),
+            durable=self._flip(0.5),
+            auto_delete=self._flip(0.1),
+            internal=self._flip(0.05),
+            arguments=arguments,
+        )
+
     def _own_queue(self, name: str) -> Step:
         """A queue to work with."""
+        self._queues.append(name)
         return self._step(
             "queue.declare",
             queue=name,
@@ -354,7 +384,7 @@ class Maker:
         step = self._step(
             "basic.publish",
             exchange="" if to_queue else self._exchange(),
-            routing_key=chance.choice((*QUEUES, "q1", "q1", "nowhere")) if to_queue else self._key(),
+            routing_key=chance.choice((*(self._queues or QUEUES), "q1", "q2", *("nowhere",) * (not self._calm))) if to_queue else self._key(),
             mandatory=self._flip(0.25),
             immediate=self._wrong(0.02),
         )
@@ -367,14 +397,16 @@ class Maker:
     def _consume(self) -> Step:
         arguments: Arguments = {}
         if self._flip(0.15):
-            arguments = {"x-priority": self._random.choice((1, 5, -1, "high"))}
+            arguments = {"x-priority": "high" if self._wrong(0.2) else self._random.choice((1, 5, -1))}
+        if self._calm:
+            self._consumers.append(f"c{len(self._consumers) + 1}")
         return self._step(
             "basic.consume",
             queue=self._queue(),
-            consumer_tag=self._consumer(),
+            consumer_tag=self._consumers[-1] if self._calm else self._consumer(),
             no_local=self._flip(0.05),
             no_ack=self._flip(0.25),
-            exclusive=self._flip(0.1),
+            exclusive=self._wrong(0.1),
             nowait=self._flip(0.1),
             arguments=arguments,
         )
@@ -423,12 +455,21 @@ class Maker:
         )
 
     def _mode(self) -> Step:
+        if self._calm and self._flip(0.97):
+            return self._calm_mode()
         name = self._random.choice(
             ("confirm.select", "confirm.select", "tx.select", "tx.select", "tx.commit", "tx.commit", "tx.rollback")
         )
         if name == "confirm.select":
             return self._step(name, nowait=self._flip(0.15))
         return self._step(name)
+
+    def _calm_mode(self) -> Step:
+        """One of the two modes, once; then what belongs to it."""
+        if self._is_tx:
+            return self._step(self._random.choice(("tx.commit", "tx.commit", "tx.commit", "tx.rollback")))
+        self._is_tx = self._flip(0.4)
+        return self._step("tx.select" if self._is_tx else "confirm.select")
 
     def _channel(self) -> Step:
         step = self._random_of(
@@ -493,9 +534,10 @@ class Maker:
 
     _work = property(
         lambda self: (
-            (3, self._declare_queue),
-            (2, self._bind),
-            (1, self._bind_exchange),
+            (1, self._declare_queue),
+            (3, self._bind),
+            (2, self._bind_exchange),
+            (1, self._unbind),
             (40, self._publish),
             (10, self._get),
             (14, self._consume),
@@ -506,9 +548,9 @@ class Maker:
             (2, self._purge),
             (2, self._delete),
             (1, self._delete_exchange),
-            (6, self._mode),
-            (2, self._channel),
-            (2, self._connection),
+            (7 if self._is_tx else 1, self._mode),
+            (1, self._channel),
+            (1, self._connection),
         )
     )
 

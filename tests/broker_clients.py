@@ -83,6 +83,29 @@ def settle(channel: Any) -> None:
     channel.connection.process_data_events(0)
 
 
+def declare(channel: Any, name: str | None = None, **arguments: Any) -> str:
+    """An exclusive queue: x_max_length=5 is the argument x-max-length."""
+    name = unique() if name is None else name
+    channel.queue_declare(name, exclusive=True, arguments=_named(arguments))
+    return name
+
+
+def declare_exchange(channel: Any, kind: str, **arguments: Any) -> str:
+    """One that goes with its last binding."""
+    name = unique("x")
+    channel.exchange_declare(name, kind, auto_delete=True, arguments=_named(arguments))
+    return name
+
+
+def _named(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("_", "-"): value for name, value in arguments.items()}
+
+
+def publish(channel: Any, routing_key: str, *bodies: bytes, exchange: str = "", **properties: Any) -> None:
+    for body in bodies:
+        channel.basic_publish(exchange, routing_key, body, pika.BasicProperties(**properties))
+
+
 def drain(channel: Any, queue: str) -> list[bytes]:
     """All that is ready, taken."""
     found = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pika
 import pika.exceptions
 import pytest
@@ -139,3 +141,25 @@ def test_a_mistake_closes_the_channel_with_rabbitmqs_code_and_nothing_else(chann
     assert caught.value.reply_code == code
     assert connection.is_open
     connection.channel().queue_declare("still-works")
+
+
+@pytest.mark.parametrize("consumers", [1, 2, 4])
+def test_many_messages_in_one_write_reach_all_consumers_to_the_last(broker, consumers):
+    """A consumer that was dealt as much as one turn allows has room for more."""
+    connection = connect(broker)
+    channel = connection.channel()
+    channel.queue_declare("q")
+    got: list[bytes] = []
+    for _ in range(consumers):
+        channel.basic_consume("q", lambda ch, method, properties, body: got.append(body), auto_ack=True)
+    publisher = connect(broker)
+    sender = publisher.channel()
+    for number in range(3000):
+        sender.basic_publish("", "q", b"%d" % number)
+    deadline = time.monotonic() + 20
+    while len(got) < 3000 and time.monotonic() < deadline:
+        connection.process_data_events(0.05)
+        publisher.process_data_events(0)
+    assert sorted(map(int, got)) == list(range(3000))
+    connection.close()
+    publisher.close()

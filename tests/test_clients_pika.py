@@ -1,8 +1,7 @@
-"""The broker with pika: publishing, consuming, settling, confirms, exchanges, transactions, bodies of every size."""
+"""The broker with pika: publishing, consuming, settling, bodies of every size, names of every kind."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 
@@ -10,9 +9,8 @@ import pamqp.commands
 import pika
 import pika.exceptions
 import pytest
-from pika.adapters.asyncio_connection import AsyncioConnection
 
-from tests.broker_clients import SECONDS, Inbox, RawClient, connected, drain, get, parameters, pump, settle, unique
+from tests.broker_clients import Inbox, RawClient, connected, drain, get, publish, pump, settle, unique
 from warren.testing import running_broker
 
 Properties = pika.BasicProperties
@@ -43,11 +41,6 @@ def q(channel):
     yield name
     if channel.connection.is_open:
         channel.connection.channel().queue_delete(name)
-
-
-def publish(channel, queue: str, *bodies: bytes, **properties) -> None:
-    for body in bodies:
-        channel.basic_publish("", queue, body, Properties(**properties))
 
 
 # ---- get, ack, nack, reject, recover ----
@@ -322,6 +315,18 @@ def test_a_waiting_consumer_gets_all_of_a_large_batch(broker, channel, q, auto_a
     assert inbox.bodies == [b"%d" % number for number in range(1000)]
 
 
+@pytest.mark.parametrize("auto_ack", [True, False])
+def test_several_consumers_share_all_of_a_large_batch(broker, channel, q, auto_ack):
+    inboxes = [Inbox(), Inbox()]
+    for inbox in inboxes:
+        channel.basic_consume(q, inbox, auto_ack=auto_ack)
+    with RawClient(broker) as other:
+        other.open(1)
+        other.publish(1, q, *(b"%d" % number for number in range(2000)))
+        pump(channel.connection, lambda: sum(map(len, inboxes)) == 2000)
+    assert [len(inbox) for inbox in inboxes] == [1000, 1000]
+
+
 def test_the_rest_of_a_batch_goes_to_consumers_of_lower_priority_at_once(broker, channel, q):
     low, high = Inbox(), Inbox()
     channel.basic_qos(prefetch_count=2)
@@ -345,230 +350,6 @@ def test_a_generator_consumer_gets_everything_and_leaves_nothing_behind(broker, 
     assert channel.cancel() == 0
     assert found == [b"0", b"1", b"2", b"3", b"4"]
     assert broker.queue_info(q)["messages"] == 0
-
-
-# ---- confirms and returns ----
-
-
-async def open_asyncio(broker) -> tuple[AsyncioConnection, pika.channel.Channel]:
-    """A connection and a channel of pika's asyncio adapter."""
-    loop = asyncio.get_running_loop()
-    opened = loop.create_future()
-    AsyncioConnection(
-        parameters(broker),
-        on_open_callback=opened.set_result,
-        on_open_error_callback=lambda _, error: opened.set_exception(error),
-    )
-    connection = await asyncio.wait_for(opened, SECONDS)
-    channel = loop.create_future()
-    connection.channel(on_open_callback=channel.set_result)
-    return connection, await asyncio.wait_for(channel, SECONDS)
-
-
-async def close_asyncio(connection: AsyncioConnection) -> None:
-    closed = asyncio.get_running_loop().create_future()
-    connection.add_on_close_callback(lambda *_: closed.set_result(None))
-    connection.close()
-    await asyncio.wait_for(closed, SECONDS)
-
-
-def test_many_pending_confirms_are_all_told_with_pikas_asyncio_adapter(broker, scale):
-    count = scale.scale(5000)
-
-    async def main() -> set[int]:
-        connection, channel = await open_asyncio(broker)
-        name = unique()
-        declared = asyncio.get_running_loop().create_future()
-        channel.queue_declare(name, durable=True, callback=declared.set_result)
-        await asyncio.wait_for(declared, SECONDS)
-        confirmed: set[int] = set()
-        all_told = asyncio.Event()
-
-        def told(frame) -> None:
-            assert isinstance(frame.method, pika.spec.Basic.Ack)
-            tag = frame.method.delivery_tag
-            assert tag not in confirmed
-            numbers = range(max(confirmed, default=0) + 1, tag + 1) if frame.method.multiple else [tag]
-            confirmed.update(numbers)
-            if len(confirmed) == count:
-                all_told.set()
-
-        channel.confirm_delivery(told)
-        for number in range(count):
-            channel.basic_publish("", name, b"%d" % number, Properties(delivery_mode=1 + number % 2))
-        await asyncio.wait_for(all_told.wait(), SECONDS)
-        got = asyncio.get_running_loop().create_future()
-        bodies = []
-
-        def on_message(_channel, method, _properties, body) -> None:
-            bodies.append(body)
-            if len(bodies) == count:
-                channel.basic_ack(method.delivery_tag, multiple=True)
-                got.set_result(None)
-
-        channel.basic_consume(name, on_message)
-        await asyncio.wait_for(got, SECONDS)
-        assert bodies == [b"%d" % number for number in range(count)]
-        deleted = asyncio.get_running_loop().create_future()
-        channel.queue_delete(name, callback=deleted.set_result)
-        await asyncio.wait_for(deleted, SECONDS)
-        await close_asyncio(connection)
-        return confirmed
-
-    assert asyncio.run(main()) == set(range(1, count + 1))
-
-
-def test_confirms_of_one_write_come_as_one_multiple_ack(broker):
-    with RawClient(broker) as client:
-        client.open(1)
-        name = unique()
-        client.call(1, pamqp.commands.Queue.Declare(queue=name, exclusive=True), "Queue.DeclareOk")
-        client.call(1, pamqp.commands.Confirm.Select(), "Confirm.SelectOk")
-        client.publish(1, name, *(b"%d" % number for number in range(50)))
-        _, ack = client.expect("Basic.Ack")
-        assert (ack.delivery_tag, ack.multiple) == (50, True)
-        client.publish(1, name, b"one")
-        _, ack = client.expect("Basic.Ack")
-        assert (ack.delivery_tag, ack.multiple) == (51, False)
-
-
-def test_an_unroutable_message_is_confirmed_and_a_mandatory_one_returned_before(broker):
-    with RawClient(broker) as client:
-        client.open(1)
-        client.call(1, pamqp.commands.Confirm.Select(), "Confirm.SelectOk")
-        client.publish(1, unique("nowhere"), b"lost")
-        assert client.expect("Basic.Ack")[1].delivery_tag == 1
-        client.send(
-            1,
-            pamqp.commands.Basic.Publish(routing_key="nowhere", mandatory=True),
-            pamqp.header.ContentHeader(body_size=4),
-            pamqp.body.ContentBody(b"back"),
-        )
-        returned = client.expect("Basic.Return")[1]
-        assert (returned.reply_code, returned.reply_text, returned.routing_key) == (312, "NO_ROUTE", "nowhere")
-        assert client.receive()[1].body_size == 4
-        assert client.receive()[1].value == b"back"
-        assert client.expect("Basic.Ack")[1].delivery_tag == 2
-
-
-def test_mandatory_messages_without_confirms_are_returned_to_the_callback(channel):
-    returned = []
-    channel.add_on_return_callback(lambda _, method, properties, body: returned.append((method.reply_code, body)))
-    channel.basic_publish("amq.direct", unique("nowhere"), b"back", mandatory=True)
-    pump(channel.connection, lambda: returned)
-    assert returned == [(312, b"back")]
-
-
-def test_a_message_to_a_full_queue_is_nacked_and_the_next_one_gets_its_own_answer(broker):
-    with RawClient(broker) as client:
-        client.open(1)
-        name = unique()
-        arguments = {"x-max-length": 2, "x-overflow": "reject-publish"}
-        client.call(1, pamqp.commands.Queue.Declare(queue=name, exclusive=True, arguments=arguments), "Queue.DeclareOk")
-        client.call(1, pamqp.commands.Confirm.Select(), "Confirm.SelectOk")
-        client.publish(1, name, b"1", b"2", b"3", b"4")
-        client.publish(1, unique("nowhere"), b"5")
-        told: dict[int, str] = {}
-        while len(told) < 5:
-            frame = client.receive()[1]
-            assert frame.delivery_tag not in told, f"{frame.delivery_tag} was told twice"
-            first = 1 if frame.multiple else frame.delivery_tag
-            for number in range(first, frame.delivery_tag + 1):
-                told.setdefault(number, frame.name)
-        assert told == {1: "Basic.Ack", 2: "Basic.Ack", 3: "Basic.Nack", 4: "Basic.Nack", 5: "Basic.Ack"}
-        client.call(1, pamqp.commands.Queue.Declare(queue=name, passive=True), "Queue.DeclareOk")
-
-
-def test_a_rejected_message_is_never_confirmed_as_well(broker):
-    with RawClient(broker) as client:
-        client.open(1)
-        name = unique()
-        arguments = {"x-max-length": 0, "x-overflow": "reject-publish"}
-        client.call(1, pamqp.commands.Queue.Declare(queue=name, exclusive=True, arguments=arguments), "Queue.DeclareOk")
-        client.call(1, pamqp.commands.Confirm.Select(), "Confirm.SelectOk")
-        client.publish(1, name, b"1")
-        assert client.expect("Basic.Nack")[1].delivery_tag == 1
-        # The next answer is that of the declare: nothing follows the nack.
-        client.call(1, pamqp.commands.Queue.Declare(queue=name, passive=True), "Queue.DeclareOk")
-
-
-def test_a_blocking_publisher_sees_the_nack_of_each_rejected_message(channel):
-    name = unique()
-    channel.queue_declare(name, exclusive=True, arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
-    channel.confirm_delivery()
-    publish(channel, name, b"1")
-    for _ in range(3):
-        with pytest.raises(pika.exceptions.NackError):
-            publish(channel, name, b"2")
-    assert drain(channel, name) == [b"1"]
-    publish(channel, name, b"3")
-    assert drain(channel, name) == [b"3"]
-
-
-# ---- transactions ----
-
-
-def test_a_transaction_is_seen_when_it_is_committed(channel, q):
-    channel.tx_select()
-    publish(channel, q, b"1", b"2")
-    with_own = channel.connection.channel()
-    assert with_own.basic_get(q)[0] is None
-    channel.tx_commit()
-    assert drain(with_own, q) == [b"1", b"2"]
-
-
-def test_a_rollback_forgets_publishes_and_acks(broker, channel, q):
-    publish(channel, q, b"1")
-    channel.tx_select()
-    method, _, _ = channel.basic_get(q)
-    channel.basic_ack(method.delivery_tag)
-    publish(channel, q, b"2")
-    channel.tx_rollback()
-    assert broker.queue_info(q)["messages_unacknowledged"] == 1
-    assert broker.queue_info(q)["messages_ready"] == 0
-    channel.basic_ack(method.delivery_tag)  # the delivery is the channel's again
-    channel.tx_commit()
-    assert broker.queue_info(q)["messages"] == 0
-
-
-def test_a_transaction_settles_and_publishes_together(broker, channel, q):
-    publish(channel, q, b"job")
-    channel.tx_select()
-    method, _, _ = channel.basic_get(q)
-    channel.basic_ack(method.delivery_tag)
-    publish(channel, q, b"result", delivery_mode=2)
-    assert broker.queue_info(q)["messages_unacknowledged"] == 1
-    channel.tx_commit()
-    assert drain(channel.connection.channel(), q) == [b"result"]
-
-
-def test_an_unroutable_mandatory_message_of_a_transaction_is_returned_at_its_commit(channel):
-    returned = []
-    channel.add_on_return_callback(lambda _, method, properties, body: returned.append(body))
-    channel.tx_select()
-    channel.basic_publish("", unique("nowhere"), b"back", mandatory=True)
-    settle(channel)
-    assert not returned
-    channel.tx_commit()
-    pump(channel.connection, lambda: returned)
-
-
-def test_a_transaction_that_a_full_queue_refused_ends_the_channel(channel):
-    name = unique()
-    channel.queue_declare(name, exclusive=True, arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
-    channel.tx_select()
-    publish(channel, name, b"1", b"2")
-    with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
-        channel.tx_commit()
-    assert (caught.value.reply_code, "partial tx completion" in caught.value.reply_text) == (406, True)
-
-
-def test_a_closed_channel_takes_its_transaction_with_it(channel, q):
-    other = channel.connection.channel()
-    other.tx_select()
-    publish(other, q, b"never")
-    other.close()
-    assert channel.basic_get(q)[0] is None
 
 
 # ---- bodies, frames, names ----
@@ -663,3 +444,49 @@ def test_random_settling_loses_and_doubles_nothing(channel, q, seed, scale):
             channel.basic_recover(requeue=True)
             held.clear()
     assert sorted(map(int, acked)) == list(range(count))
+
+
+def test_a_consumer_that_does_not_read_stops_nobody_and_misses_nothing(broker, channel, q):
+    """What is on its way to it is bounded: the rest waits in the queue, and comes when it reads again."""
+    bodies = [b"%d" % number * 20_000 for number in range(1, 400)]
+    with RawClient(broker) as sleepy:
+        sleepy.open(1)
+        sleepy.call(1, pamqp.commands.Basic.Consume(queue=q, no_ack=True), "Basic.ConsumeOk")
+        for body in bodies:
+            channel.basic_publish("", q, body)
+        settle(channel)
+        assert channel.queue_declare(q, passive=True).method.message_count > 0
+        found = [b""]
+        while len(found) <= len(bodies):
+            frame = sleepy.receive()[1]
+            if frame.name == "ContentBody":
+                found[-1] += frame.value
+                if len(found[-1]) == len(bodies[len(found) - 1]):
+                    found.append(b"")
+        assert found[:-1] == bodies
+
+
+def test_with_nowait_things_are_done_and_nothing_is_answered(broker):
+    commands = pamqp.commands
+    name, exchange = unique(), unique("x")
+    with RawClient(broker) as client:
+        client.open(1)
+        client.send(
+            1,
+            commands.Queue.Declare(queue=name, nowait=True),
+            commands.Exchange.Declare(exchange=exchange, exchange_type="fanout", nowait=True),
+            commands.Queue.Bind(queue=name, exchange=exchange, nowait=True),
+            commands.Confirm.Select(nowait=True),
+            commands.Basic.Consume(queue=name, consumer_tag="t", nowait=True),
+            commands.Basic.Cancel(consumer_tag="t", nowait=True),
+        )
+        client.publish(1, "", b"x", exchange=exchange)
+        assert client.expect("Basic.Ack")[1].delivery_tag == 1
+        assert client.call(1, commands.Queue.Declare(queue=name, passive=True), "Queue.DeclareOk").message_count == 1
+        client.send(
+            1,
+            commands.Queue.Purge(queue=name, nowait=True),
+            commands.Queue.Delete(queue=name, nowait=True),
+            commands.Exchange.Delete(exchange=exchange, nowait=True),
+        )
+        assert client.call(1, commands.Queue.Delete(queue=name), "Queue.DeleteOk").message_count == 0

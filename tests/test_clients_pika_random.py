@@ -3,7 +3,8 @@ lost connections, one seeded step after the other, against what must hold howeve
 
 1. Every message is settled once: what was acked never comes again, and what was not comes until it is.
 2. No message waits while a consumer that could take it is idle.
-3. A message that was never handed out is not called redelivered.
+3. No consumer and no channel holds more than its prefetch.
+4. A message that was never handed out is not called redelivered.
 """
 
 from __future__ import annotations
@@ -200,6 +201,10 @@ class Chaos:
         held = sum(len(line.held) for line in self.lines)
         assert info["messages_unacknowledged"] == held
         assert info["messages_ready"] == self.published - held - sum(self.done.values())
+        for line in self.lines:
+            own = Counter(tag for tag, _ in line.held.values() if tag)
+            assert not line.global_prefetch or own.total() <= line.global_prefetch
+            assert all(not limit or own[tag] <= limit for tag, limit in line.prefetch.items())
         if info["messages_ready"] and not self.single:
             for line in self.lines:
                 for tag in line.prefetch:

@@ -86,6 +86,9 @@ class Channel(Declarations):
         self.published += len(entries)
         mandatory = bool(bits & _MANDATORY)
         if self.transaction is not None:
+            if property_flags & _SPECIAL:
+                for entry in entries:
+                    self._check_special(decode_head(entry.head).properties, entry)
             self.transaction.publish(exchange, routing_key, mandatory, property_flags, entries)
             return
         if property_flags & _SPECIAL or known.needs_message or known.delayed or routing_key.startswith(REPLY_TO):
@@ -111,27 +114,14 @@ class Channel(Declarations):
         """One message with properties that say where it goes, or how long it stays."""
         head = decode_head(entry.head)
         properties = head.properties
-        user = properties.get("user_id")
-        if user is not None and user != self.connection.user:
-            raise AmqpError(
-                406,
-                f"user_id property set to '{user}' but authenticated user was '{self.connection.user}'",
-                60,
-                40,
-            )
-        if "expiration" in properties:
-            entry.expiry = entry.published_at + self._expiration(entry.head, properties["expiration"]) * 1000
-        found = properties.get("headers")
-        headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
-        keys = [routing_key, *_carbon(headers, "CC"), *_carbon(headers, "BCC")]
+        headers, carbon = self._check_special(properties, entry)
+        keys = [routing_key, *carbon]
         changed = False
         if "BCC" in headers:
             del headers["BCC"]
             properties["headers"] = headers
             changed = True
         if properties.get("reply_to") == REPLY_TO:
-            if self._reply_token is None:
-                raise AmqpError(406, "fast reply consumer does not exist", 60, 40)
             properties["reply_to"] = f"{REPLY_TO}.{self._reply_token}"
             changed = True
         if changed:
@@ -146,6 +136,25 @@ class Channel(Declarations):
             self._settle_publish([], self.vhost.delay(exchange.name, delay, entry), 1)
             return
         self.deliver(names, mandatory, [entry])
+
+    def _check_special(self, properties: dict[str, Any], entry: Entry) -> tuple[dict[str, Any], list[str]]:
+        """Refuse what may not be published, give it its expiry. Returns its headers and the keys of CC and BCC."""
+        user = properties.get("user_id")
+        if user is not None and user != self.connection.user:
+            raise AmqpError(
+                406,
+                f"user_id property set to '{user}' but authenticated user was '{self.connection.user}'",
+                60,
+                40,
+            )
+        if "expiration" in properties:
+            entry.expiry = entry.published_at + self._expiration(entry.head, properties["expiration"]) * 1000
+        found = properties.get("headers")
+        headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
+        carbon = [*_carbon(headers, "CC"), *_carbon(headers, "BCC")]
+        if properties.get("reply_to") == REPLY_TO and self._reply_token is None:
+            raise AmqpError(406, "fast reply consumer does not exist", 60, 40)
+        return headers, carbon
 
     @staticmethod
     def _delay(exchange: Exchange, headers: dict[str, Any]) -> int:
@@ -288,19 +297,12 @@ class Channel(Declarations):
             for ack in acks:
                 self.transaction.settle(ack >> 1, bool(ack & 1), "ack", (60, 80))
             return
-        groups: dict[tuple[int, int], list[int]] = {}
-        try:
-            for ack in acks:
-                for queue, consumer, seqs in self._take(ack >> 1, bool(ack & 1), (60, 80)):
-                    key = (queue, consumer)
-                    if key in groups:
-                        groups[key] += seqs
-                    else:
-                        groups[key] = seqs
-        finally:
-            for (queue, consumer), seqs in groups.items():
-                self._settle(queue, consumer, seqs, "ack")
+        groups, unknown = self.unacked.ack_all(acks)
+        for queue, consumer, seqs in groups:
+            self._settle(queue, consumer, seqs, "ack")
         self._made_room()
+        if unknown is not None:
+            raise AmqpError(406, f"unknown delivery tag {unknown}", 60, 80)
 
     def _take(self, tag: int, multiple: bool, ids: tuple[int, int] = (0, 0)) -> list[tuple[int, int, list[int]]]:
         """`ids` are those of the method, where it did not come by its handler."""

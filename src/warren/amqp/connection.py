@@ -430,6 +430,7 @@ class Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._flushing = True  # so that what follows does not ask for another one
+        self.vhost.end_turn()
         if self._confirming:
             for channel in self._confirming:
                 if not channel.closing:

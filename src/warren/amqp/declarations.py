@@ -169,9 +169,11 @@ class Declarations:
         self._routed(lambda: check_not_default(exchange))
         self._allow("read", "exchange", exchange)
         known = self.vhost.queues.get(name)
+        binding = _binding(exchange, "queue", name, routing_key, arguments)
         if known is not None and exchange in self.vhost.router.exchanges:
-            self._check_owner(known)
-            self._routed(lambda: self.vhost.unbind(_binding(exchange, "queue", name, routing_key, arguments)))
+            if known.exclusive and binding in self.vhost.router.bindings_to_queue(name):
+                self._check_owner(known)
+            self._routed(lambda: self.vhost.unbind(binding))
         self.reply("queue.unbind-ok")
 
     # -- exchanges ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import warren
-from warren.cli import config, serve, store
+from warren.cli import bench, config, serve, store
 
 app = typer.Typer(
     name="warren",
@@ -21,6 +21,7 @@ app.add_typer(store.app, name="store", help="Look at, check, copy and restore da
 
 app.add_typer(config.app, name="config", help="What a node would run with, and where each value comes from.")
 app.command("serve")(serve.serve)
+app.command("bench")(bench.bench)
 
 
 def _show_version(wanted: bool) -> None:

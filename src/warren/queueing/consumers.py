@@ -157,8 +157,9 @@ class Consumers:
         return None
 
     def take_turns(self, count: int) -> list[tuple[Consumer, list[int]]]:
-        """Deal `count` messages: each consumer with the positions that it gets. Fewer are dealt when all are blocked;
-        who has no room left is blocked by this."""
+        """Deal up to `count` messages: each consumer with the positions that it gets. Fewer are dealt when all are
+        blocked, and never more than MOST_AT_ONCE; who has no room left is blocked by this."""
+        count = min(count, MOST_AT_ONCE)  # so that nobody is blocked for having had so many, who has room for more
         dealt: dict[Consumer, list[int]] = {}
         room: dict[Consumer, int] = {}
         shared: dict[Receiver, int] = {}  # consumers of one channel share its room

@@ -183,6 +183,8 @@ class QueueProcess:
         self.published += count
         if not self._seqs.available(count):
             self._store.reserve(self.stored, count)
+        elif self._seqs.asking:
+            self._owner.wake()  # a reservation for later: have it synced before somebody has to wait for it
         with self._lock:
             self._store.committer.check_publish()
             place_entries(entries, self._seqs.take(count), self.highest, self._mask, self.ttl_us)
@@ -197,6 +199,8 @@ class QueueProcess:
                 self._backing.publish(entries)
                 journaled = journaled or any(entry.flags & PERSISTENT for entry in entries)
                 self._arrived(entries)
+        if self.consumers.waiting():  # they were dealt a part, and can take more
+            self.run()
         return Delivered(rejected, journaled)
 
     @_guarded
@@ -225,7 +229,8 @@ class QueueProcess:
 
     def _hand_over(self, entries: list[Entry]) -> tuple[list[Entry], bool]:
         """Straight to consumers that wait: what they did not take, and whether anything was journaled."""
-        shares = self._shares(len(entries))
+        # No more at once than one consumer takes, or it would be blocked for having no room when it has.
+        shares = self._shares(min(len(entries), MOST_AT_ONCE))
         taken = sum(len(positions) for _, positions in shares)
         if not taken:
             return entries, False

@@ -236,6 +236,7 @@ class Metadata:
         """Raises StoreFormatError when the file is not ours or too new, StorePathError when it cannot be opened."""
         self.path = path
         self._reserved: Iterator[int] = iter(())  # uids that are committed as used, and not handed out
+        self._grouping = False
         with self._clear_errors():
             # No isolation level: the module would open transactions by itself, at moments of its own choice.
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -275,6 +276,7 @@ class Metadata:
             return []
         rows = [
             (
+                record.uid or (self.reserve_uid() if self._grouping else None),
                 record.name,
                 record.durable,
                 record.auto_delete,
@@ -284,8 +286,8 @@ class Metadata:
             )
             for record in records
         ]
-        columns = "name, durable, auto_delete, exclusive, arguments, created_at"
-        insert = f"INSERT INTO queues ({columns}) VALUES (?, ?, ?, ?, ?, ?)"
+        columns = "uid, name, durable, auto_delete, exclusive, arguments, created_at"
+        insert = f"INSERT INTO queues ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)"
         uids: list[int] = []
         with self.transaction():
             for row in rows:
@@ -295,7 +297,7 @@ class Metadata:
                     if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_UNIQUE:
                         raise
                     raise QueueMismatchError(
-                        f"queue {row[0]!r} is in {self.path} already; delete it before it is declared anew"
+                        f"queue {row[1]!r} is in {self.path} already; delete it before it is declared anew"
                     ) from None
                 assert uid is not None
                 uids.append(uid)
@@ -306,13 +308,35 @@ class Metadata:
         uid = next(self._reserved, None)
         if uid is not None:
             return uid
+        # A uid of a group that a crash takes back would be handed out again, while the journal has records of it.
+        grouping = self._grouping
+        self.end_group()
+        self._reserve_uids()
+        if grouping:
+            self.begin_group()
+        return next(self._reserved)
+
+    def _reserve_uids(self) -> None:
         with self.transaction():
             self._db.execute(
                 "UPDATE sqlite_sequence SET seq = seq + ? WHERE name = 'queues'", (_UIDS_RESERVED_AT_ONCE,)
             )
             last = int(self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'queues'").fetchone()[0])
         self._reserved = iter(range(last - _UIDS_RESERVED_AT_ONCE + 1, last + 1))
-        return next(self._reserved)
+
+    def begin_group(self) -> None:
+        """What changes from now on becomes one commit, synced by `end_group`; nothing of it may be shown before that."""
+        if not self._grouping:
+            with self._clear_errors():
+                self._db.execute("BEGIN IMMEDIATE")
+            self._grouping = True
+
+    def end_group(self) -> None:
+        """Commit what was changed since `begin_group`, if it was called."""
+        if self._grouping:
+            self._grouping = False
+            with self._clear_errors():
+                self._db.execute("COMMIT")
 
     def delete_queue(self, uid: int) -> None:
         """Forget a queue and the bindings to it. Its uid stays used. Deleting what is not there does nothing."""
@@ -546,7 +570,8 @@ class Metadata:
                 self._db.execute(commit)
             except BaseException:
                 # The sequence goes back to where it was: what was reserved meanwhile is not ours any more.
-                self._reserved = iter(())
+                if not self._grouping:
+                    self._reserved = iter(())
                 # On a full disk SQLite may have rolled back all of it by itself.
                 if self._db.in_transaction:
                     self._db.execute(rollback)

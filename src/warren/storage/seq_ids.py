@@ -36,6 +36,11 @@ class SeqIds:
             self._reserve(wanted + self._ahead)
         return wanted <= self.reserved
 
+    @property
+    def asking(self) -> bool:
+        """Is a reservation on its way to the disk?"""
+        return self._asked > self.reserved
+
     def take(self, count: int) -> int:
         """The first of `count` consecutive seq_ids. Requires: available(count)."""
         first = self.next

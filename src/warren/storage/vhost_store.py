@@ -136,6 +136,7 @@ class VhostStore(VhostTransactions):
             queue = self.get(name)
             if queue.durable:
                 self.metadata.delete_queue(queue.uid)
+                self.metadata.end_group()  # before its files go
             del self.queues[name]
             count = len(queue.backing)
             queue.backing.delete_and_terminate()
@@ -490,6 +491,7 @@ class VhostStore(VhostTransactions):
             for queue, backing in self._sqlite_queues():
                 if queue.durable:
                     backing.backup(os.path.join(target, os.path.relpath(backing.database.path, self.root)))
+            self.metadata.end_group()
             self.metadata.backup(os.path.join(target, "meta.db"))
             self.disk.sync_all(target)  # a snapshot with a manifest is whole
             write_manifest(

@@ -78,6 +78,7 @@ class Vhost:
         self.failure: WarrenError | None = None
         self.started_at = time.time()
         self._failed = failed
+        self._changed = False  # the metadata has a group that is not committed
         self._crashes: dict[str, deque[float]] = {}  # when a queue failed
         self.down: set[str] = set()  # queues that failed too often
         self.policies: dict[str, Policy] = {}
@@ -129,6 +130,7 @@ class Vhost:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        self.end_turn()
         self.commits.stop()
         self.store.close()
 
@@ -154,6 +156,25 @@ class Vhost:
 
     def wake(self) -> None:
         self.commits.wake()
+
+    def _changing(self) -> None:
+        """What this turn of the loop changes in the metadata is one commit; answers leave behind it."""
+        if not self._changed:
+            self._changed = True
+            with self.store.lock:
+                self.store.metadata.begin_group()
+            self._loop.call_soon(self.end_turn)
+
+    def end_turn(self) -> None:
+        """Make changes of the metadata safe; called before anything is sent."""
+        if self._changed:
+            self._changed = False
+            try:
+                with self.store.lock:
+                    self.store.metadata.end_group()
+            except WarrenError as error:
+                self._on_failed(error)
+                raise
 
     # -- queues ------------------------------------------------------------------------------------------------------
 
@@ -227,6 +248,8 @@ class Vhost:
         self._check_type(name, durable and exclusive_to is None and not auto_delete, arguments)
         # An exclusive queue goes with its connection: no restart may find it.
         kept = durable and exclusive_to is None
+        if kept:
+            self._changing()
         try:
             stored = self.store.declare(name, durable=kept, arguments=arguments, auto_delete=auto_delete)
         except TypeError as error:
@@ -326,6 +349,7 @@ class Vhost:
         self._add_delayed(exchange)
         self._apply_to_exchange(exchange.name)
         if exchange.durable:
+            self._changing()
             with self.store.lock:
                 self.store.metadata.put_exchange(exchange)
 
@@ -334,6 +358,7 @@ class Vhost:
 
     def bind(self, binding: Binding) -> None:
         if self.router.bind(binding) and self._is_durable(binding):
+            self._changing()
             with self.store.lock:
                 self.store.metadata.put_binding(binding)
 
@@ -355,6 +380,7 @@ class Vhost:
             if delayed is not None:
                 delayed.close()
                 self.store.delete(delayed.stored.name)
+        self._changing()
         metadata = self.store.metadata
         with self.store.lock, metadata.transaction():
             metadata.delete_bindings(removed.bindings)
