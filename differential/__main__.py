@@ -79,7 +79,9 @@ def search(programs: int, seed: int, first: int, shrink_seconds: float) -> int:
         warren.reset()
         rabbit.reset()
         sent, seen = Counter(rabbit.sent), rabbit.seen
-    print(f"\n{programs} programs, {steps} steps, seed {seed}, RabbitMQ {version()}, {time.monotonic() - started:.0f} s")
+    print(
+        f"\n{programs} programs, {steps} steps, seed {seed}, RabbitMQ {version()}, {time.monotonic() - started:.0f} s"
+    )
     print("\nmethods that a client may send, and how often they were:")
     for name in CLIENT_METHODS:
         print(f"  {name:<28}{sent[name] or 'NOT COVERED'}")

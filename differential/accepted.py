@@ -67,7 +67,18 @@ def _global_prefetch(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return limited and consumers > 1 and _answers(ours) == _answers(theirs)
 
 
+def _blind_copies(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    blind = any("BCC" in ((step.properties or {}).get("headers") or {}) for step in program)
+    dead = any("x-dead-letter-exchange" in step.arguments.get("arguments", {}) for step in program)
+    return blind and dead and _answers(ours) == _answers(theirs)
+
+
 ACCEPTED: list[Accepted] = [
+    Accepted(
+        "OPEN: BCC and dead letters",
+        "a dead letter of RabbitMQ goes to the keys of BCC once more; Warren keeps none of them",
+        _blind_copies,
+    ),
     Accepted(
         "who goes first under a prefetch of the channel",
         "when it has room again RabbitMQ begins with a queue by chance, Warren with the oldest consumer",

@@ -241,7 +241,9 @@ class Side:
             if event.name in ("basic.ack", "basic.nack"):
                 numbers = _numbers(event, state.settled)
                 state.settled |= numbers
-                seen.setdefault(f"{place}: {'confirmed' if event.name == 'basic.ack' else 'refused'}", set()).update(numbers)
+                seen.setdefault(f"{place}: {'confirmed' if event.name == 'basic.ack' else 'refused'}", set()).update(
+                    numbers
+                )
             elif event.name == "basic.deliver":
                 tag = self._plain(event.arguments["consumer_tag"])
                 if tag not in state.no_ack:

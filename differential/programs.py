@@ -48,9 +48,7 @@ _ANSWERS_OF_CLIENTS = {
     "basic.cancel-ok",
 }
 CLIENT_METHODS = tuple(
-    name
-    for name in BY_NAME
-    if name not in _FROM_BROKER and (not name.endswith("-ok") or name in _ANSWERS_OF_CLIENTS)
+    name for name in BY_NAME if name not in _FROM_BROKER and (not name.endswith("-ok") or name in _ANSWERS_OF_CLIENTS)
 )
 
 
@@ -96,6 +94,7 @@ class Step:
 
 Program = list[Step]
 Arguments = dict[str, Any]
+Choices = tuple[tuple[int, Callable[[], Step]], ...]  # with their weights
 
 
 class Maker:
@@ -120,7 +119,7 @@ class Maker:
             setup += [self._bind() for _ in range(chance.randint(0, 4))]
             if self._flip(0.3):
                 setup.append(self._mode())
-        length = chance.randint(10, 35) if self._calm else chance.randint(3, 12)
+        length = chance.randint(10, 40) if self._calm else chance.randint(3, 12)
         steps = [*setup, *(self._random_of(self._work if self._calm else self._actions) for _ in range(length))]
         return [self._numbered(position, step) for position, step in enumerate(steps)]
 
@@ -133,21 +132,21 @@ class Maker:
             step.method, step.arguments, step.channel, step.connection, step.properties, body, step.times, step.bare
         )
 
-    def _random_of(self, choices: tuple[tuple[int, Callable[[], Step]], ...]) -> Step:
+    def _random_of(self, choices: Choices) -> Step:
         weights = [weight for weight, _ in choices]
         return self._random.choices([make for _, make in choices], weights)[0]()
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def _where(self) -> dict[str, int]:
-        """Mostly the same channel: steps that never meet find nothing."""
+    def _where(self) -> tuple[int, int]:
+        """Channel and connection. Mostly the same: steps that never meet find nothing."""
         chance = self._random
         if self._calm:
-            return {"channel": 1, "connection": 0 if self._flip(0.93) else 1}
-        return {"channel": chance.choice((1, 1, 1, 2)), "connection": chance.choice((0, 0, 0, 0, 1))}
+            return 1, 0 if self._flip(0.93) else 1
+        return chance.choice((1, 1, 1, 2)), chance.choice((0, 0, 0, 0, 1))
 
     def _step(self, method: str, /, **arguments: Any) -> Step:
-        return Step(method, {name: value for name, value in arguments.items() if value}, **self._where())
+        return Step(method, {name: value for name, value in arguments.items() if value}, *self._where())
 
     def _flip(self, probability: float) -> bool:
         return self._random.random() < probability
@@ -264,8 +263,8 @@ class Maker:
             {"a": 1},
             {"a": 1, "b": "two"},
             {"CC": ["q2"]},
-            {"CC": ["q2", "q3"], "BCC": ["q4"]},
-            {"BCC": ["q1"]},
+            {"CC": ["q2", "q3"]},
+            {"CC": ["q2"], "BCC": ["q4"]} if self._flip(0.3) else {},
             {"deep": {"list": [1, "x", True, None, 2.5], "bytes": b"\xff\x00"}},
             {},
         )
@@ -384,7 +383,9 @@ class Maker:
         step = self._step(
             "basic.publish",
             exchange="" if to_queue else self._exchange(),
-            routing_key=chance.choice((*(self._queues or QUEUES), "q1", "q2", *("nowhere",) * (not self._calm))) if to_queue else self._key(),
+            routing_key=chance.choice((*(self._queues or QUEUES), "q1", "q2", *("nowhere",) * (not self._calm)))
+            if to_queue
+            else self._key(),
             mandatory=self._flip(0.25),
             immediate=self._wrong(0.02),
         )
@@ -419,14 +420,13 @@ class Maker:
         if name == "basic.ack":
             return self._step(name, delivery_tag=self._tag(), multiple=self._flip(0.3))
         if name == "basic.nack":
-            return self._step(
-                name, delivery_tag=self._tag(), multiple=self._flip(0.3), requeue=self._flip(0.5)
-            )
+            return self._step(name, delivery_tag=self._tag(), multiple=self._flip(0.3), requeue=self._flip(0.5))
         return self._step(name, delivery_tag=self._tag(), requeue=self._flip(0.5))
 
     def _recover(self) -> Step:
         return self._step(
-            self._random.choice(("basic.recover", "basic.recover", "basic.recover-async")), requeue=not self._wrong(0.15)
+            self._random.choice(("basic.recover", "basic.recover", "basic.recover-async")),
+            requeue=not self._wrong(0.15),
         )
 
     def _qos(self) -> Step:
@@ -508,32 +508,33 @@ class Maker:
         kind = chance.randrange(6)
         if kind == 0:  # unknown class, unknown method, cut short
             payload = chance.choice(("003200630000", "03e70001", "0032000a0000ff", "003c00500000", "00", "000a0032"))
-            return Step("raw", {"payload": bytes.fromhex(payload)}, **where)
+            return Step("raw", {"payload": bytes.fromhex(payload)}, *where)
         if kind == 1:  # content without a method, a body without a header, an unknown kind of frame
-            return Step("frame", {"kind": chance.choice((2, 3, 4, 8)), "payload": b"\0" * 14}, **where)
+            return Step("frame", {"kind": chance.choice((2, 3, 4, 8)), "payload": b"\0" * 14}, *where)
         if kind == 2:  # a publish without content, and then another method
-            return Step("frame", {"kind": 1, "payload": bytes.fromhex("003c00280000000000")}, **where)
+            return Step("frame", {"kind": 1, "payload": bytes.fromhex("003c00280000000000")}, *where)
         if kind == 3:  # what only a broker sends
             name = chance.choice(("queue.declare-ok", "basic.get-empty", "tx.select-ok", "basic.qos-ok"))
-            return Step(name, {}, **where)
+            return Step(name, {}, *where)
         if kind == 4:  # on a channel that was never opened
-            return Step("basic.qos", {"prefetch_count": 1}, channel=77, connection=where["connection"], bare=True)
+            return Step("basic.qos", {"prefetch_count": 1}, channel=77, connection=where[1], bare=True)
         # a method of a channel on channel 0, and one of the connection on a channel
         if self._flip(0.5):
-            return Step("queue.declare", {"queue": "q1"}, channel=0, connection=where["connection"], bare=True)
-        return Step("connection.close", {"reply_code": 200}, **where)
+            return Step("queue.declare", {"queue": "q1"}, channel=0, connection=where[1], bare=True)
+        return Step("connection.close", {"reply_code": 200}, *where)
 
-    _setup = property(
-        lambda self: (
+    @property
+    def _setup(self) -> Choices:
+        return (
             (10, self._declare_queue),
             (5, self._declare_exchange),
             (5, self._bind),
             (1, self._bind_exchange),
         )
-    )
 
-    _work = property(
-        lambda self: (
+    @property
+    def _work(self) -> Choices:
+        return (
             (1, self._declare_queue),
             (3, self._bind),
             (2, self._bind_exchange),
@@ -552,10 +553,10 @@ class Maker:
             (1, self._channel),
             (1, self._connection),
         )
-    )
 
-    _actions = property(
-        lambda self: (
+    @property
+    def _actions(self) -> Choices:
+        return (
             (6, self._declare_queue),
             (3, self._declare_exchange),
             (4, self._bind),
@@ -576,7 +577,6 @@ class Maker:
             (3, self._connection),
             (3, self._strange),
         )
-    )
 
 
 def make(seed: int | str) -> Program:

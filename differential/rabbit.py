@@ -23,10 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PACKAGE_DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "differential"
-_ERLANG = (
-    "erlang-base erlang-crypto erlang-eldap erlang-inets erlang-mnesia erlang-os-mon erlang-parsetools "
-    "erlang-public-key erlang-runtime-tools erlang-ssl erlang-syntax-tools erlang-tools erlang-xmerl"
-).split()
+_ERLANG_PARTS = (
+    *("base", "crypto", "eldap", "inets", "mnesia", "os-mon", "parsetools", "public-key", "runtime-tools", "ssl"),
+    *("syntax-tools", "tools", "xmerl"),
+)
+_ERLANG = [f"erlang-{part}" for part in _ERLANG_PARTS]
 _START_SECONDS = 120
 _STOP_SECONDS = 30
 _CONFIGURATION = """\
@@ -44,7 +45,9 @@ def install() -> Path:
     """Erlang and the unpacked package; does nothing when both are there. Returns the directory of its scripts."""
     if shutil.which("erl") is None or shutil.which("epmd") is None:
         if os.geteuid() != 0:
-            raise NoRabbitError(f"Erlang is missing. Run: sudo apt-get install --no-install-recommends {' '.join(_ERLANG)}")
+            raise NoRabbitError(
+                f"Erlang is missing. Run: sudo apt-get install --no-install-recommends {' '.join(_ERLANG)}"
+            )
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         _run(["apt-get", "update", "-qq"], environment)
         _run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *_ERLANG], environment)

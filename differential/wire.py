@@ -31,9 +31,9 @@ _FRAME = struct.Struct(">BHI")
 _IDS = struct.Struct(">HH")
 _SIZE = struct.Struct(">Q")
 _END = b"\xce"
-_PROTOCOL = b"AMQP\0\0\x09\x01"
+PROTOCOL = b"AMQP\0\0\x09\x01"
 _CONTENT = {"basic.deliver", "basic.get-ok", "basic.return"}
-_CLIENT = {
+CLIENT = {
     "product": "differential",
     "capabilities": {
         "publisher_confirms": True,
@@ -82,7 +82,8 @@ def content_header(size: int, properties: dict[str, Any], class_id: int = 60) ->
 class Wire:
     """One connection."""
 
-    def __init__(self, port: int, *, vhost: str = "/", user: str = "guest", password: str = "guest") -> None:
+    def __init__(self, port: int, *, handshake: bool = True) -> None:
+        """Connected and open at "/" as guest; without `handshake` nothing was said yet."""
         self.events: list[Event] = []
         self.closed = False
         self.open_channels: set[int] = set()
@@ -90,20 +91,25 @@ class Wire:
         self._in = bytearray()
         self._socket = socket.create_connection(("127.0.0.1", port), 10)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.write(_PROTOCOL)
+        self.frame_max = 0
+        if handshake:
+            self._shake_hands()
+
+    def _shake_hands(self) -> None:
+        self.write(PROTOCOL)
         self.wait(lambda event: event.name == "connection.start")
         self.send(
             0,
             "connection.start-ok",
-            client_properties=_CLIENT,
+            client_properties=CLIENT,
             mechanism="PLAIN",
-            response=f"\0{user}\0{password}",
+            response="\0guest\0guest",
             locale="en_US",
         )
         tune = self.wait(lambda event: event.name == "connection.tune").arguments
         self.frame_max = tune["frame_max"]
         self.send(0, "connection.tune-ok", channel_max=tune["channel_max"], frame_max=self.frame_max, heartbeat=0)
-        self.send(0, "connection.open", virtual_host=vhost)
+        self.send(0, "connection.open", virtual_host="/")
         self.wait(lambda event: event.name == "connection.open-ok")
         self.events.clear()
 
@@ -179,6 +185,9 @@ class Wire:
             self._lost()
             return True
         self._in += data
+        if self._in.startswith(PROTOCOL[:4]):  # no frame: what a broker says to a protocol that it does not speak
+            self.events.append(Event(0, "protocol header", {"header": bytes(self._in)}))
+            self._in.clear()
         while len(self._in) >= _FRAME.size and not self.closed:
             kind, channel, size = _FRAME.unpack_from(self._in)
             if len(self._in) < _FRAME.size + size + 1:

@@ -219,6 +219,7 @@ class Chaos:
     def finish(self) -> None:
         while self.lines:
             self.leave()
+            self.settle()
         with pika.BlockingConnection(parameters(self.broker)) as connection:
             channel = connection.channel()
             while True:

@@ -18,6 +18,15 @@ from hypothesis import given
 
 from warren.errors import StoreClosedError, StoreFormatError, StoreLockedError, StorePathError
 from warren.node import users as users_module
+from warren.node.users import (
+    AlreadyKnownError,
+    InvalidAccessError,
+    NotKnownError,
+    PermissionEntry,
+    TopicPermissionEntry,
+    User,
+    Users,
+)
 from warren.vhost.permissions import (
     Grant,
     Permissions,
@@ -29,15 +38,6 @@ from warren.vhost.permissions import (
     topic_refused_text,
     vhost_missing_text,
     vhost_refused_text,
-)
-from warren.node.users import (
-    AlreadyKnownError,
-    InvalidAccessError,
-    NotKnownError,
-    PermissionEntry,
-    TopicPermissionEntry,
-    User,
-    Users,
 )
 
 

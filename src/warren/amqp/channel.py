@@ -27,7 +27,7 @@ from warren.kernel.frame_writer import ack_frame, content, deliveries, nack_fram
 from warren.kernel.ranges import RangeSet
 from warren.kernel.unacked import Unacked
 from warren.queueing.consumers import Consumer
-from warren.queueing.properties import build_head, decode_head, expiration_of
+from warren.queueing.properties import MAX_EXPIRATION_MS, build_head, decode_head
 from warren.queueing.queue_process import QueueCrashed, QueueProcess
 from warren.routing.exchange import Exchange
 
@@ -148,7 +148,7 @@ class Channel(Declarations):
                 40,
             )
         if "expiration" in properties:
-            entry.expiry = entry.published_at + self._expiration(entry.head, properties["expiration"]) * 1000
+            entry.expiry = entry.published_at + self._expiration(properties["expiration"]) * 1000
         found = properties.get("headers")
         headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
         carbon = [*_carbon(headers, "CC"), *_carbon(headers, "BCC")]
@@ -162,14 +162,12 @@ class Channel(Declarations):
         return max(0, int(delay)) if isinstance(delay, (int, float)) and not isinstance(delay, bool) else 0
 
     @staticmethod
-    def _expiration(head: bytes, value: object) -> int:
-        try:
-            expiration = expiration_of(head)
-        except ValueError:
-            expiration = None
-        if expiration is None:
+    def _expiration(value: object) -> int:
+        """In milliseconds. RabbitMQ takes a plus sign too."""
+        digits = value.removeprefix("+") if isinstance(value, str) else ""
+        if not digits.isascii() or not digits.isdigit() or int(digits) > MAX_EXPIRATION_MS:
             raise AmqpError(406, f"invalid expiration '{value}': it is a number of milliseconds, as text", 60, 40)
-        return expiration
+        return int(digits)
 
     def _reply(self, token: str, mandatory: bool, entry: Entry) -> None:
         """To the channel that asked, past all queues."""

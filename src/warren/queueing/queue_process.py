@@ -176,6 +176,10 @@ class QueueProcess:
     @_guarded
     def deliver(self, entries: list[Entry]) -> Delivered:
         """Messages arrive; they are this queue's own objects from now on."""
+        if self._rejects and len(entries) > 1 and self.consumers.waiting():
+            # Each makes room for the next when a consumer takes it.
+            each = [self.deliver([entry]) for entry in entries]
+            return Delivered([entry for done in each for entry in done.rejected], any(done.journaled for done in each))
         entries, rejected = self.admit(entries)
         if not entries:
             return Delivered(rejected, False)

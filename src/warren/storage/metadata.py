@@ -17,15 +17,11 @@ Values are stored as JSON that a person can read with the `sqlite3` command; wha
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import datetime
-import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Any, Literal, Protocol
 
 from warren.errors import (
@@ -38,6 +34,7 @@ from warren.errors import (
     StorePathError,
     WarrenError,
 )
+from warren.storage.tagged_json import from_json, to_json
 
 _APPLICATION_ID = 0x5752524E  # "WRRN", in the header of the file: `file meta.db` shows it
 
@@ -281,7 +278,7 @@ class Metadata:
                 record.durable,
                 record.auto_delete,
                 record.exclusive,
-                _to_json(record.arguments, f"the arguments of queue {record.name!r}"),
+                to_json(record.arguments, f"the arguments of queue {record.name!r}"),
                 record.created_at,
             )
             for record in records
@@ -362,7 +359,7 @@ class Metadata:
                 durable=bool(durable),
                 auto_delete=bool(auto_delete),
                 exclusive=bool(exclusive),
-                arguments=_from_json(arguments),
+                arguments=from_json(arguments),
                 created_at=created_at,
             )
             for uid, name, durable, auto_delete, exclusive, arguments, created_at in rows
@@ -380,7 +377,7 @@ class Metadata:
         (['logs'], ['logs'])
         >>> metadata.close()
         """
-        arguments = _to_json(exchange.arguments, f"the arguments of exchange {exchange.name!r}")
+        arguments = to_json(exchange.arguments, f"the arguments of exchange {exchange.name!r}")
         with self.transaction():
             self._db.execute(
                 "INSERT OR REPLACE INTO durable_exchanges (name, type, auto_delete, internal, arguments) "
@@ -405,7 +402,7 @@ class Metadata:
                 type=type_,
                 auto_delete=bool(auto_delete),
                 internal=bool(internal),
-                arguments=_from_json(arguments),
+                arguments=from_json(arguments),
             )
             for name, type_, auto_delete, internal, arguments in rows
         ]
@@ -452,7 +449,7 @@ class Metadata:
                 destination_kind=kind,
                 destination=destination,
                 routing_key=routing_key,
-                arguments=_from_json(arguments),
+                arguments=from_json(arguments),
             )
             for source, kind, destination, routing_key, arguments in rows
         ]
@@ -461,7 +458,7 @@ class Metadata:
 
     def put_policy(self, policy: KeptPolicy, operator: bool = False) -> None:
         """Keep a policy, in place of one of that name. Operator policies have names of their own."""
-        definition = _to_json(policy.definition, f"the definition of policy {policy.name!r}")
+        definition = to_json(policy.definition, f"the definition of policy {policy.name!r}")
         with self.transaction():
             self._db.execute(
                 "INSERT OR REPLACE INTO policies (name, operator, pattern, apply_to, definition, priority) "
@@ -490,14 +487,14 @@ class Metadata:
             ).fetchall()
         return [
             PolicyRecord(
-                name=name, pattern=pattern, apply_to=apply_to, definition=_from_json(definition), priority=priority
+                name=name, pattern=pattern, apply_to=apply_to, definition=from_json(definition), priority=priority
             )
             for name, pattern, apply_to, definition, priority in rows
         ]
 
     def put_parameter(self, component: str, name: str, value: object) -> None:
         """Keep a runtime parameter, such as a shovel, in place of one of that component and name."""
-        encoded = _to_json(value, f"the {component} parameter {name!r}")
+        encoded = to_json(value, f"the {component} parameter {name!r}")
         with self.transaction():
             self._db.execute(
                 "INSERT OR REPLACE INTO runtime_parameters (component, name, value) VALUES (?, ?, ?)",
@@ -522,7 +519,7 @@ class Metadata:
             rows = self._db.execute(
                 "SELECT component, name, value FROM runtime_parameters ORDER BY component, name"
             ).fetchall()
-        return {(component, name): _from_json(value) for component, name, value in rows}
+        return {(component, name): from_json(value) for component, name, value in rows}
 
     # ---- settings ----
 
@@ -537,11 +534,11 @@ class Metadata:
         """
         with self._clear_errors():
             row = self._db.execute("SELECT value FROM settings WHERE key = ?", (key,)).fetchone()
-        return default if row is None else _from_json(row[0])
+        return default if row is None else from_json(row[0])
 
     def set(self, key: str, value: object) -> None:
         """Keep `value` (anything that a queue argument can be) under `key`, in place of what was there."""
-        encoded = _to_json(value, f"setting {key!r}")
+        encoded = to_json(value, f"setting {key!r}")
         with self.transaction():
             self._db.execute("INSERT OR REPLACE INTO settings (key, value) VALUES (?, ?)", (key, encoded))
 
@@ -655,61 +652,8 @@ def _clear_error(path: str, error: sqlite3.Error) -> WarrenError:
 
 def _binding_row(binding: DurableBinding) -> tuple[str, str, str, str, str]:
     what = f"the arguments of the binding from {binding.source!r} to {binding.destination_kind} {binding.destination!r}"
-    arguments = _to_json(binding.arguments, what, sort_names=True)
+    arguments = to_json(binding.arguments, what, sort_names=True)
     return binding.source, binding.destination_kind, binding.destination, binding.routing_key, arguments
 
 
 # ---- JSON with tags ----
-
-
-def _to_json(value: object, what: str, sort_names: bool = False) -> str:
-    return json.dumps(_tagged(value, what), separators=(",", ":"), sort_keys=sort_names)
-
-
-def _from_json(text: str) -> Any:
-    return json.loads(text, object_hook=_untagged)
-
-
-def _tagged(value: object, what: str) -> object:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [_tagged(item, what) for item in value]
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"{what}: the key {key!r} is a {type(key).__name__}; keys are str")
-        plain = {key: _tagged(item, what) for key, item in value.items()}
-        # A dict that looks like a tag, {"$bytes": 1}, is stored as {"$dict": [["$bytes", 1]]}: a list, so that reading,
-        # which begins with the innermost object, does not take it for one.
-        return {"$dict": [[key, item] for key, item in plain.items()]} if _looks_like_a_tag(plain) else plain
-    if isinstance(value, bytes | bytearray):
-        return {"$bytes": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, datetime.datetime):
-        return {"$datetime": value.isoformat()}
-    if isinstance(value, Decimal):
-        return {"$decimal": str(value)}
-    raise TypeError(
-        f"{what}: {value!r} is a {type(value).__name__}; it can be None, bool, int, float, str, bytes, Decimal, "
-        f"datetime, list or dict"
-    )
-
-
-def _looks_like_a_tag(value: dict[str, object]) -> bool:
-    return len(value) == 1 and next(iter(value)).startswith("$")
-
-
-def _untagged(value: dict[str, Any]) -> object:
-    if not _looks_like_a_tag(value):
-        return value
-    [(tag, content)] = value.items()
-    match tag:
-        case "$dict":
-            return dict(content)
-        case "$bytes":
-            return base64.b64decode(content)
-        case "$datetime":
-            return datetime.datetime.fromisoformat(content)
-        case "$decimal":
-            return Decimal(content)
-    raise ValueError(f"unknown tag {tag!r} in the metadata")
