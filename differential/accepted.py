@@ -73,7 +73,17 @@ def _blind_copies(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return blind and dead and _answers(ours) == _answers(theirs)
 
 
+def _unknown_method(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    lost = any(answer[0] == "lost" for answer in _answers(theirs))
+    return program[-1].method in ("raw", "frame") and lost and bool(_closes(ours))
+
+
 ACCEPTED: list[Accepted] = [
+    Accepted(
+        "a method that there is not is answered",
+        "RabbitMQ fails to decode it and ends the connection without a word, Warren says 503",
+        _unknown_method,
+    ),
     Accepted(
         "OPEN: BCC and dead letters",
         "a dead letter of RabbitMQ goes to the keys of BCC once more; Warren keeps none of them",

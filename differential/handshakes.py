@@ -62,16 +62,25 @@ HANDSHAKES: dict[str, list[Say]] = {
 }
 
 
+ACCEPTED_HANDSHAKES = {
+    "AMQP 0-8": "Warren speaks 0-9-1 alone, and says so",
+    "a frame size of 0": "no limit of the client's own: the broker's holds. RabbitMQ ends the connection",
+    "channel_max of 0": "as with the frame size",
+    "channel_max above the broker's": "the broker's holds. RabbitMQ ends the connection",
+    "a channel above channel_max": "RabbitMQ counts channels and does not look at their numbers, AMQP wants the numbers",
+}
+
+
 def said(port: int, opening: list[Say]) -> list[Any]:
     """What a broker answered."""
     with Wire(port, handshake=False) as wire:
-        for say in opening:
+        for number, say in enumerate(opening, 1):
             before = len(wire.events)
             if len(say) == 1:
                 wire.write(say[0])
             else:
                 wire.send(say[0], say[1], **say[2])
-            expects = len(say) == 1 or say[1] != "connection.tune-ok"
+            expects = len(say) == 1 or say[1] != "connection.tune-ok" or number == len(opening)
             with contextlib.suppress(Lost):
                 wire.wait(lambda event: True, _SECONDS if expects else 0.2, before)
             if wire.closed:
@@ -94,6 +103,13 @@ def compare_handshakes(warren: int, rabbit: int) -> dict[str, tuple[list[Any], l
     differences = {}
     for name, opening in HANDSHAKES.items():
         ours, theirs = said(warren, opening), said(rabbit, opening)
-        if ours != theirs:
+        if not _same(ours, theirs) and name not in ACCEPTED_HANDSHAKES:
             differences[name] = ours, theirs
     return differences
+
+
+def _same(ours: list[Any], theirs: list[Any]) -> bool:
+    """RabbitMQ ends most handshakes that fail without a word; that Warren says why is no difference."""
+    if theirs[-2:] == ["lost", "ended"] and ours[-1] == "ended":
+        return ours[: len(theirs) - 2] == theirs[:-2]
+    return ours == theirs

@@ -283,6 +283,8 @@ class QueueProcess:
                     self._run_batch(shares, count)
         finally:
             self._running = False
+        if self._expiring:
+            self.expire()  # what is at the head now may have been behind a message without a time
 
     def _run_batch(self, shares: list[tuple[Consumer, list[int]]], count: int) -> None:
         without_ack = all(consumer.no_ack for consumer, _ in shares) and not self._has_returned()
@@ -333,6 +335,8 @@ class QueueProcess:
         self.gotten += 1
         if no_ack:
             self._owner.wake()
+        if self._expiring:
+            self.expire()
         return entries[0], redelivered
 
     def _has_returned(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import datetime
 import json
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
