@@ -129,7 +129,12 @@ def test_priorities_go_with_every_backing_queue(kind):
         ("x-single-active-consumer", "true", "True or False"),
         ("x-single-active-consumer", 1, "True or False"),
         ("x-backing-queue", "lmdb", "'variable' or 'volatile' or 'sqlite'"),
-        ("x-queue-type", "stream", "'classic' or 'quorum'. In place of a stream take a durable classic queue"),
+        (
+            "x-queue-type",
+            "stream",
+            "'classic' or 'quorum'. In place of a stream take a durable classic queue: browsing, a snapshot and Spark read "
+            "it without consuming",
+        ),
         ("x-queue-type", "ring", "'classic' or 'quorum'"),
         ("x-queue-version", 3, "1 or 2"),
         ("x-queue-version", True, "1 or 2"),
