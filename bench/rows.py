@@ -263,6 +263,11 @@ def anon():
         for line in status:
             if line.startswith("RssAnon"):
                 return int(line.split()[1]) * 1024
+def settled():
+    store.sync()
+    while store.engine.checkpoint_due():
+        store.engine.tick()
+    return anon()
 with warren.open(path, durability="os", settings=EngineSettings(store_index=index)) as store:
     queue = store.queue("bench")
     queue.publish_many([b"x" * body] * 10)
@@ -276,11 +281,8 @@ with warren.open(path, durability="os", settings=EngineSettings(store_index=inde
         if step % 50 == 0:
             peak = max(peak, anon())
         if step == steps // 2:
-            half = anon()
-    store.sync()
-    while store.engine.journal.sealed >= store.engine.journal.floor:
-        store.engine.checkpoint()
-    full = anon()
+            half = settled()
+    full = settled()
     print(json.dumps({"over": full - empty, "peak": peak - empty, "half": half - empty,
                       "rss": me.memory_info().rss - empty_rss}))
     sys.stdout.flush()

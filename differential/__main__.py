@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from differential.accepted import ACCEPTED, IGNORED_HEADERS
 from differential.compare import Difference, Side, run, shrink, source
+from differential.handshakes import ACCEPTED_HANDSHAKES, HANDSHAKES, compare_handshakes
 from differential.programs import CLIENT_METHODS, Program, make
 from differential.rabbit import NoRabbitError, running_rabbit, version
 from warren.testing import running_broker
@@ -78,6 +79,7 @@ def search(programs: int, seed: int, first: int, shrink_seconds: float) -> int:
             print(source(smallest), flush=True)
         warren.reset()
         rabbit.reset()
+        handshakes = compare_handshakes(warren.port, rabbit.port)
         sent, seen = Counter(rabbit.sent), rabbit.seen
     print(
         f"\n{programs} programs, {steps} steps, seed {seed}, RabbitMQ {version()}, {time.monotonic() - started:.0f} s"
@@ -93,11 +95,16 @@ def search(programs: int, seed: int, first: int, shrink_seconds: float) -> int:
         print(f"  header {header}: {reason}")
     for rule in ACCEPTED:
         print(f"  {rule.name} ({accepted[rule.name]} programs): {rule.reason}")
+    for name, reason in ACCEPTED_HANDSHAKES.items():
+        print(f"  handshake, {name}: {reason}")
+    print(f"\n{len(HANDSHAKES)} handshakes, {len(handshakes)} of them different")
+    for name, (ours, theirs) in handshakes.items():
+        print(f"  {name}\n    Warren:   {ours}\n    RabbitMQ: {theirs}")
     print(f"\ndifferences that went away when both brokers were given more time: {flaky}")
     print(f"differences: {len(found)} kinds in {times.total()} programs")
     for kind, count in times.most_common():
         print(f"  {count:>4}  {kind}")
-    return 1 if found else 0
+    return 1 if found or handshakes else 0
 
 
 def _again(difference: Difference, warren: Side, rabbit: Side) -> Difference | None:

@@ -52,7 +52,8 @@ def _cancel_ok(program: list[Step], ours: Seen, theirs: Seen) -> bool:
 
 
 def _length_bytes(program: list[Step], ours: Seen, theirs: Seen) -> bool:
-    return any("x-max-length-bytes" in step.arguments.get("arguments", {}) for step in program) and not _closes(ours)
+    limited = any("x-max-length-bytes" in step.arguments.get("arguments", {}) for step in program)
+    return limited and _closes(ours) == _closes(theirs)
 
 
 def _queue_mode(program: list[Step], ours: Seen, theirs: Seen) -> bool:
@@ -78,7 +79,17 @@ def _unknown_method(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return program[-1].method in ("raw", "frame") and lost and bool(_closes(ours))
 
 
+def _no_priorities(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    arguments = program[-1].arguments.get("arguments", {})
+    return arguments.get("x-max-priority") == 0 and _closes(ours) == [406]
+
+
 ACCEPTED: list[Accepted] = [
+    Accepted(
+        "OPEN: x-max-priority of 0",
+        "RabbitMQ takes it for a queue without priorities; in Warren the least is 1",
+        _no_priorities,
+    ),
     Accepted(
         "a method that there is not is answered",
         "RabbitMQ fails to decode it and ends the connection without a word, Warren says 503",

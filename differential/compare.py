@@ -52,7 +52,7 @@ class Side:
         self.settle_seconds = settle_seconds
         self.sent: list[str] = []  # names of methods
         self.seen: Counter[str] = Counter()  # what was there to compare
-        self._port = port
+        self.port = port
         self._observer = Wire(port)
         self._observer.open_channel(1)
         self._wires: dict[int, Wire] = {}
@@ -136,7 +136,7 @@ class Side:
     def _connect(self, number: int) -> Wire:
         if number in self._wires:
             self.sent += self._wires[number].sent
-        wire = self._wires[number] = Wire(self._port)
+        wire = self._wires[number] = Wire(self.port)
         wire.open_channel(_SIDE_CHANNEL)
         wire.events.clear()
         for where in [where for where in self._states if where[0] == number]:
@@ -399,20 +399,23 @@ def _without_tags(seen: Observation) -> Observation:
 
 
 def shrink(difference: Difference, warren: Side, rabbit: Side, seconds: float = 60.0) -> Difference:
-    """A shorter program with a difference of the same kind: steps are left out, one by one, while it stays."""
+    """A shorter program with a difference of the same kind: steps are left out, many at once and then one by one."""
     until = time.monotonic() + seconds
     smallest = difference
-    changed = True
-    while changed and time.monotonic() < until:
-        changed = False
-        for position in range(len(smallest.program) - 2, -1, -1):
-            program = smallest.program[:position] + smallest.program[position + 1 :]
-            found = run(program, warren, rabbit)
+    size = max(1, len(smallest.program) // 2)
+    while True:
+        before = len(smallest.program)
+        at = before - 1 - size  # the last step is the one that differs
+        while at > -size and time.monotonic() < until:
+            start = max(at, 0)
+            program = smallest.program[:start] + smallest.program[at + size :]
+            found = run(program, warren, rabbit) if at + size > 0 else None
             if found is not None and found.kind == difference.kind and found.accepted == difference.accepted:
-                smallest, changed = found, True
-                break
-            if time.monotonic() > until:
-                break
+                smallest = found
+            at -= size
+        if time.monotonic() >= until or (size == 1 and len(smallest.program) == before):
+            break
+        size = max(1, size // 2)
     return smallest
 
 

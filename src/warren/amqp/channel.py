@@ -310,16 +310,33 @@ class Channel(Declarations):
         return taken
 
     def settle_tag(self, tag: int, multiple: bool, how: str) -> None:
-        for queue, consumer, seqs in self._take(tag, multiple):
-            self._settle(queue, consumer, seqs, how)
+        taken = self._take(tag, multiple)
+        if how == "requeue":
+            self._requeue(taken)
+        else:
+            for queue, consumer, seqs in taken:
+                self._settle(queue, consumer, seqs, how)
         self._made_room()
+
+    def _requeue(self, groups: list[tuple[int, int, list[int]]]) -> None:
+        """Consumer by consumer, as RabbitMQ does it: each may get its own again, so it has room before one is delivered."""
+        merged: dict[tuple[int, int], list[int]] = {}
+        for queue, consumer, seqs in groups:
+            merged.setdefault((queue, consumer), []).extend(seqs)
+        for queue, consumer in sorted(merged, key=lambda key: (key[0], self._tag_of(key[1]))):
+            receiver = self._consumers[consumer]
+            if receiver is not None:
+                self._queues[queue].relieve(receiver, len(merged[queue, consumer]))
+            self._queues[queue].requeue(sorted(merged[queue, consumer]))
+
+    def _tag_of(self, consumer: int) -> str:
+        receiver = self._consumers[consumer]
+        return "" if receiver is None else receiver.tag
 
     def _settle(self, queue: int, consumer: int, seqs: list[int], how: str) -> None:
         owner = self._queues[queue]
         if how == "ack":
             owner.ack(seqs)
-        elif how == "requeue":
-            owner.requeue(seqs)
         else:
             owner.reject(seqs)
         receiver = self._consumers[consumer]
@@ -367,8 +384,7 @@ class Channel(Declarations):
                 if tag not in self.transaction.settled:
                     self.settle_tag(tag, False, "requeue")
             return
-        for queue, consumer, seqs in self.unacked.drain():
-            self._settle(queue, consumer, seqs, "requeue")
+        self._requeue(self.unacked.drain())
         self._made_room()
 
     # -- consuming ---------------------------------------------------------------------------------------------------

@@ -187,6 +187,9 @@ class Connection(asyncio.Protocol):
         if len(self.vhost.store.journal.buffer) > _MOST_UNCOMMITTED:
             self._pause()
             self.vhost.commits.wait(self, 0)
+        elif (pause := self.vhost.store.overload()) and self._transport is not None:
+            self._pause()
+            self._loop.call_later(pause, self.committed, 0)
 
     def _handle_one(self, event: tuple[Any, ...]) -> bool:
         """False: not now."""

@@ -236,6 +236,8 @@ class Declarations:
         )
 
     def exchange_delete(self, ticket: int, exchange: str, if_unused: bool, nowait: bool) -> None:
+        if exchange.startswith("amq."):  # whether there is one or not
+            raise AmqpError(403, f"deletion of system exchange '{exchange}' in vhost '{self.vhost.name}' not allowed")
         self._allow("configure", "exchange", exchange)
         if exchange in self.vhost.router.exchanges:
             self._routed(lambda: self.vhost.delete_exchange(exchange, if_unused))

@@ -119,6 +119,7 @@ class Consumers:
             return False
         self._all.remove(consumer)
         self._leave(consumer)
+        consumer.blocked = False  # or an ack after its cancel would bring it back
         consumer.blocked = False  # so that an ack after its end does not bring it back
         if self.active is consumer:
             waiting = sorted(self._all, key=lambda other: -other.priority)  # stable: the oldest of the highest

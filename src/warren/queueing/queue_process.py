@@ -398,6 +398,11 @@ class QueueProcess:
         self._owner.wake()
         self.run()
 
+    def relieve(self, consumer: Consumer, count: int) -> None:
+        """It has so many fewer, because they are requeued next."""
+        consumer.outstanding -= count
+        self.consumers.unblock(consumer)
+
     @_guarded
     def settled(self, consumer: Consumer, count: int) -> None:
         """The channel settled so many of a consumer's messages: it may have room again."""

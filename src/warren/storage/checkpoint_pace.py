@@ -19,24 +19,24 @@ Sizes = list[tuple[int, QueueIndex]]  # journal bytes that each queue still need
 class CheckpointPace:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._lag = 0  # sealed files that wait for more of them
+        self.lag = 0  # sealed files that wait for more of them
 
     def due(self, sealed: int) -> int:
         """How many of the sealed files the next run takes; 0: it is not time yet."""
-        if sealed <= self._lag:
+        if sealed <= self.lag:
             return 0
-        return self._lag + 1
+        return self.lag + 1
 
     def wait(self, sizes: Sizes, files: int) -> bool:
         """Rather wait for more files? Also adapts to what it sees."""
         settings = self._settings
         size = files * settings.journal_file_bytes
         carried = sum(size for size, _ in sizes if size < settings.carry_below)
-        if carried * 2 > size and self._lag < settings.journal_files_behind:
-            self._lag += 1
+        if carried * 2 > size and self.lag < settings.journal_files_behind:
+            self.lag += 1
             return True
-        if carried * 8 < size and self._lag:
-            self._lag -= 1
+        if carried * 8 < size and self.lag:
+            self.lag -= 1
         return False
 
     def divide(self, sizes: Sizes, files: int) -> tuple[list[QueueIndex], list[QueueIndex]]:

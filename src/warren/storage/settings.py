@@ -14,6 +14,7 @@ class EngineSettings:
     journal_file_bytes: int = 32 * MIB  # a journal file is sealed, and a checkpoint starts, at this size
     journal_file_records: int = 262_144  # or at this many records: it bounds the overlay's memory
     journal_files_behind: int = 3  # sealed files that may wait for a checkpoint while much of them would be carried on
+    journal_files_most: int = 3  # sealed files behind which publishers are slowed down
     commit_bytes: int = 1 * MIB  # a publisher that finds more than this in the buffer commits it
     commit_interval: float = 0.025  # seconds until what nobody waits for is committed
     embed_below: int = 4096  # payloads of this size and more go to the message store

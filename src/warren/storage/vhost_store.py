@@ -30,7 +30,7 @@ from warren.storage.checkpoint import Checkpoint
 from warren.storage.checkpoint_pace import CheckpointPace, divide_at
 from warren.storage.committer import FULL
 from warren.storage.context import DEBUG
-from warren.storage.disk import Disk
+from warren.storage.disk import Disk, trim_memory
 from warren.storage.metadata import QueueRecord
 from warren.storage.payload import join_payload
 from warren.storage.priority_queue import PriorityQueue
@@ -50,6 +50,9 @@ from warren.storage.vhost_transactions import VhostTransactions
 
 log = logging.getLogger("warren.storage")
 
+_PAUSE_EVERY_BYTES = 512 * 1024
+_PAUSE_SECONDS = 0.002
+_LONGEST_PAUSE_SECONDS = 0.05
 _SWEEP_SECONDS = 2.0  # between two looks for segments with nothing in them
 _CHECKPOINT_SLACK = 4096  # bytes for headers, carried records and FLOOR
 
@@ -89,6 +92,7 @@ class VhostStore(VhostTransactions):
         self._commit_bytes = self.settings.commit_bytes
         self._pace = CheckpointPace(self.settings)
         self._next_sweep = 0.0
+        self._next_pause = 0  # bytes of the journal
         if background:
             self._thread = threading.Thread(target=self._maintain, name=f"warren {vhost}", daemon=True)
             self._thread.start()
@@ -210,6 +214,20 @@ class VhostStore(VhostTransactions):
         elif not self._awake:
             self._awake = True
             self._wake.set()
+        pause = self.overload()
+        if pause:
+            time.sleep(pause)
+
+    def overload(self) -> float:
+        """Seconds that a publisher should wait because checkpoints are far behind; 0: none. It is asked for once in so
+        many bytes of the journal: who publishes little waits little. Without this a publisher that is faster than the
+        checkpoints would fill the memory with overlays."""
+        journal = self.journal
+        behind = journal.sealed - journal.floor - self._pace.lag - self.settings.journal_files_most
+        if behind < 0 or self._thread is None or journal.bytes_written < self._next_pause:
+            return 0.0
+        self._next_pause = journal.bytes_written + _PAUSE_EVERY_BYTES
+        return min(_PAUSE_SECONDS * (behind + 1), _LONGEST_PAUSE_SECONDS)
 
     def fan_out(
         self,
@@ -441,6 +459,7 @@ class VhostStore(VhostTransactions):
             with self._checkpoint_lock, self.disk_errors():
                 while files := self._pace.due(self.journal.sealed - self.journal.floor + 1):
                     self._run_checkpoint(files, None, patient=True)
+                    trim_memory()
                 if self._clock() >= self._next_sweep:
                     self._next_sweep = self._clock() + _SWEEP_SECONDS
                     self._drop_dead()

@@ -1,0 +1,189 @@
+"""What the comparison with RabbitMQ found in Warren: each was wrong once. Run against Warren alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from differential.compare import Side
+from differential.programs import Step
+from warren.testing import running_broker
+
+
+@pytest.fixture(scope="module")
+def broker():
+    with running_broker() as running:
+        yield running
+
+
+@pytest.fixture
+def side(broker):
+    side = Side("Warren", broker.port, 0.001)
+    yield side
+    side.close()
+
+
+def closes(seen):
+    """Code, class and method of what was closed, and whether it was the connection."""
+    return [
+        (answer[1]["reply_code"], answer[1]["class_id"], answer[1]["method_id"], answer[0] == "connection.close")
+        for place, answers in seen.items()
+        if place.endswith(": answers")
+        for answer in answers
+        if answer[0] in ("channel.close", "connection.close")
+    ]
+
+
+def bodies(seen, consumer, connection=0):
+    place = f"connection {connection} channel 1: deliveries to {consumer}"
+    return [(message[0], message[1]) for message in seen.get(place, [])]
+
+
+def do(side, *steps):
+    """What the last step led to."""
+    for step in steps:
+        seen = side.do(step)
+    return seen
+
+
+QUEUE = Step("queue.declare", {"queue": "q1"})
+
+
+def publish(*, to="q1", body=b"m", times=1, **properties):
+    return Step("basic.publish", {"routing_key": to}, properties=properties, body=body, times=times)
+
+
+# ---- codes ----
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (Step("basic.ack", {"delivery_tag": 9}), (406, 60, 80, False)),
+        (Step("basic.reject", {"delivery_tag": 9}), (406, 60, 90, False)),
+        (Step("basic.nack", {"delivery_tag": 9}), (406, 60, 120, False)),
+        (Step("basic.recover-async"), (540, 60, 100, True)),
+        (Step("basic.recover"), (540, 60, 110, True)),
+        (Step("queue.declare", {"passive": True}), (404, 50, 10, False)),
+        (Step("queue.bind", {"queue": "q1", "exchange": ""}), (403, 50, 20, False)),
+        (Step("queue.bind", {"queue": "missing", "exchange": ""}), (403, 50, 20, False)),
+        (Step("queue.unbind", {"queue": "missing", "exchange": ""}), (403, 50, 50, False)),
+        (Step("exchange.unbind", {"source": "missing", "destination": ""}), (403, 40, 40, False)),
+        (Step("exchange.bind", {"source": "missing", "destination": ""}), (403, 40, 30, False)),
+        (Step("exchange.declare", {"exchange": "", "passive": True}), (403, 40, 10, False)),
+        (Step("exchange.declare", {"exchange": "amq.direct", "type": "nonsense"}), (503, 40, 10, True)),
+        (Step("exchange.delete", {"exchange": "amq.nothing"}), (403, 40, 20, False)),
+        (Step("basic.get", {"queue": "amq.rabbitmq.reply-to", "no_ack": True}), (404, 60, 70, False)),
+        (Step("connection.open", {"virtual_host": "/"}, channel=0), (504, 10, 40, True)),
+        (Step("connection.close-ok", channel=0), (504, 10, 51, True)),
+        (Step("channel.close-ok"), (503, 20, 41, True)),
+        (Step("channel.close-ok", channel=7, bare=True), (504, 20, 41, True)),
+        (Step("raw", {"payload": bytes.fromhex("0032000a0000ff")}), (501, 50, 10, True)),
+        (publish(expiration="-1"), (406, 60, 40, False)),
+    ],
+    ids=lambda value: value.source() if isinstance(value, Step) else None,
+)
+def test_an_error_has_the_code_and_the_ids_that_rabbitmq_gives(side, step, expected):
+    assert closes(do(side, QUEUE, step)) == [expected]
+
+
+def test_a_redeclare_with_another_exclusiveness_is_locked_and_not_inequivalent(side):
+    exclusive = Step("queue.declare", {"queue": "q2", "exclusive": True})
+    assert closes(do(side, exclusive, Step("queue.declare", {"queue": "q2", "durable": True}))) == [
+        (405, 50, 10, False)
+    ]
+    assert closes(do(side, QUEUE, Step("queue.declare", {"queue": "q1", "exclusive": True}))) == [(405, 50, 10, False)]
+
+
+def test_an_expiration_may_have_a_plus_sign(side):
+    assert do(side, QUEUE, publish(expiration="+3600000"))["queue q1"] == (1, 0)
+
+
+def test_entries_of_cc_that_are_no_text_are_passed_over(side):
+    assert closes(do(side, QUEUE, publish(headers={"CC": [1, "q2"]}))) == []
+    assert closes(do(side, publish(headers={"CC": "q2"}))) == [(406, 60, 40, False)]
+
+
+def test_an_unbind_of_what_is_not_bound_does_not_ask_whose_queue_it_is(side):
+    step = Step("queue.unbind", {"queue": "q1", "exchange": "amq.direct", "routing_key": "a"}, connection=1)
+    assert closes(do(side, Step("queue.declare", {"queue": "q1", "exclusive": True}), step)) == []
+
+
+# ---- deliveries ----
+
+
+def test_a_cancelled_consumer_gets_nothing_when_it_acks_what_it_had(side):
+    do(
+        side,
+        QUEUE,
+        Step("basic.qos", {"prefetch_count": 1}),
+        Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}),
+        publish(times=3),
+        Step("basic.cancel", {"consumer_tag": "c1"}),
+    )
+    seen = do(side, Step("basic.ack", {"delivery_tag": "oldest"}))
+    assert bodies(seen, "c1") == []
+    assert seen["queue q1"] == (2, 0)
+
+
+def test_a_consumer_at_its_prefetch_gets_what_it_requeues_again(side):
+    do(side, QUEUE, Step("basic.qos", {"prefetch_count": 2}))
+    do(side, publish(body=b"m1"), publish(body=b"m2"), Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}))
+    do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c2"}))
+    seen = do(side, Step("basic.nack", {"delivery_tag": 2, "multiple": True, "requeue": True}))
+    assert sorted(bodies(seen, "c1") + bodies(seen, "c2")) == [(b"m1", True), (b"m2", True)]
+    assert len(bodies(seen, "c1")) == 1
+
+
+def test_a_full_queue_that_rejects_takes_as_many_as_its_consumers_do(side):
+    arguments = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    do(side, Step("queue.declare", {"queue": "q1", "arguments": arguments}), Step("confirm.select"))
+    do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c1", "no_ack": True}))
+    seen = do(side, publish(times=5))
+    assert len(bodies(seen, "c1")) == 5
+    assert seen["connection 0 channel 1: confirmed"] == {1, 2, 3, 4, 5}
+
+
+def test_an_expired_message_goes_when_the_one_before_it_is_fetched(side):
+    do(side, QUEUE, publish(body=b"stays"), publish(body=b"goes", expiration="0"))
+    seen = do(side, Step("basic.get", {"queue": "q1"}))
+    assert seen["connection 0 channel 1: answers"][0][2] == 0  # messages left
+    assert seen["queue q1"] == (0, 0)
+
+
+def test_a_message_that_expired_in_the_hands_of_a_consumer_goes_when_it_is_requeued(side):
+    do(side, Step("queue.declare", {"queue": "q1", "arguments": {"x-message-ttl": 0}}))
+    do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}), publish(times=2))
+    assert do(side, Step("channel.close"))["queue q1"] == (0, 0)
+
+
+# ---- tx ----
+
+
+def test_a_delivery_is_settled_once_in_a_transaction(side):
+    do(side, QUEUE, publish(), Step("tx.select"), Step("basic.get", {"queue": "q1"}))
+    assert closes(do(side, Step("basic.ack", {"delivery_tag": 1}))) == []
+    assert closes(do(side, Step("basic.nack", {"delivery_tag": 1}))) == [(406, 60, 120, False)]
+
+
+def test_an_ack_of_all_in_a_transaction_means_all_that_there_were(side):
+    do(side, QUEUE, publish(body=b"m1"), Step("basic.publish", {"routing_key": "q1"}, body=b"m2"), Step("tx.select"))
+    do(
+        side,
+        Step("basic.get", {"queue": "q1"}),
+        Step("basic.ack", {"multiple": True}),
+        Step("basic.get", {"queue": "q1"}),
+    )
+    do(side, Step("tx.commit"))
+    assert do(side, Step("channel.close"))["queue q1"] == (1, 0)
+
+
+def test_recover_leaves_what_waits_for_a_commit(side):
+    do(side, QUEUE, publish(times=2), Step("tx.select"), Step("basic.get", {"queue": "q1"}))
+    do(side, Step("basic.ack", {"delivery_tag": 1}), Step("basic.get", {"queue": "q1"}))
+    assert do(side, Step("basic.recover", {"requeue": True}))["queue q1"] == (1, 0)
+    assert do(side, Step("tx.commit"))["connection 0 channel 1: answers"] == [("tx.commit-ok", {})]
+    assert do(side, Step("channel.close"))["queue q1"] == (1, 0)
+
+
+def test_a_publish_in_a_transaction_is_refused_at_once(side):
+    assert closes(do(side, QUEUE, Step("tx.select"), publish(expiration="soon"))) == [(406, 60, 40, False)]
