@@ -104,6 +104,8 @@ class Maker:
         self._random = random.Random(f"differential {seed}")
         # Most programs are of a client that knows its trade, on one channel: they get far. The others try everything.
         self._calm = self._random.random() < 0.6
+        # Of those, some are about dead letters: every queue sends its own somewhere.
+        self._letters = self._calm and self._random.random() < 0.35
         # What a calm program knows of: it declared these.
         self._queues: list[str] = []
         self._exchanges: list[str] = ["amq.direct", "amq.fanout", "amq.topic", "amq.headers"]
@@ -187,7 +189,7 @@ class Maker:
 
     def _queue_arguments(self) -> Arguments:
         chance = self._random
-        if self._flip(0.45):
+        if self._flip(0.2 if self._letters else 0.45):
             return {}
         good: list[Arguments] = [
             {"x-max-length": chance.choice((0, 1, 2))},
@@ -233,6 +235,8 @@ class Maker:
             {"x-queue-type": 5},
             {"x-no-such-argument": 1},
         ]
+        if self._letters:
+            good = [arguments for arguments in good if "x-dead-letter-exchange" in arguments]
         return dict(chance.choice(bad if self._wrong(0.2) else good))
 
     def _properties(self) -> Arguments:
