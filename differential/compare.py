@@ -41,6 +41,7 @@ class _ChannelState:
     published: int = 0
     settled: set[int] = field(default_factory=set)  # of those
     waiting: list[int] = field(default_factory=list)  # delivery tags that the client has not settled
+    gets_no_ack: bool = False  # the last basic.get
     no_ack: set[str] = field(default_factory=set)  # consumers whose deliveries need no ack
 
 
@@ -119,6 +120,8 @@ class Side:
         """With a number for its delivery tag, and what it will do to the deliveries that wait."""
         if step.method == "basic.consume" and step.arguments.get("no_ack"):
             state.no_ack.add(step.arguments.get("consumer_tag", ""))
+        elif step.method == "basic.get":
+            state.gets_no_ack = bool(step.arguments.get("no_ack"))
         elif step.method.startswith("basic.recover") and step.arguments.get("requeue"):
             state.waiting.clear()
         tag = step.arguments.get("delivery_tag", 0)
@@ -255,7 +258,7 @@ class Side:
             else:
                 if event.name == "confirm.select-ok":
                     state.confirming = True
-                elif event.name == "basic.get-ok":
+                elif event.name == "basic.get-ok" and not state.gets_no_ack:
                     state.waiting.append(event.arguments["delivery_tag"])
                 seen.setdefault(f"{place}: answers", []).append(self._answer(event))
 

@@ -252,13 +252,13 @@ class Maker:
         if self._flip(0.3):
             properties["headers"] = self._headers()
         if self._flip(0.05):
-            properties["user_id"] = chance.choice(("guest", "nobody"))
+            properties["user_id"] = "nobody" if self._wrong(0.5) else "guest"
         if self._flip(0.2):
             properties.update(
                 content_type="text/plain", correlation_id="c", message_id="m", timestamp=1_700_000_000, app_id="a"
             )
         if self._flip(0.03):
-            properties["reply_to"] = chance.choice(("amq.rabbitmq.reply-to", "q1"))
+            properties["reply_to"] = "amq.rabbitmq.reply-to" if self._wrong(0.5) else "q1"
         return properties
 
     def _headers(self) -> Arguments:
@@ -471,7 +471,7 @@ class Maker:
     def _calm_mode(self) -> Step:
         """One of the two modes, once; then what belongs to it."""
         if self._is_tx:
-            return self._step(self._random.choice(("tx.commit", "tx.commit", "tx.commit", "tx.rollback")))
+            return self._step(self._random.choice(("tx.select", "tx.commit", "tx.commit", "tx.rollback")))
         self._is_tx = self._flip(0.4)
         return self._step("tx.select" if self._is_tx else "confirm.select")
 

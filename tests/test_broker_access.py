@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import ssl
 import subprocess
 import threading
@@ -114,6 +115,7 @@ def make_certificates(directory) -> None:
         )
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for certificates: apt-get install openssl")
 def test_tls_with_and_without_a_client_certificate(tmp_path):
     make_certificates(tmp_path)
     tls = {

@@ -156,6 +156,12 @@ def test_a_message_that_expired_in_the_hands_of_a_consumer_goes_when_it_is_reque
     assert do(side, Step("channel.close"))["queue q1"] == (0, 0)
 
 
+def test_a_prefetch_for_consumers_lifts_that_of_the_channel(side):
+    do(side, QUEUE, Step("basic.qos", {"prefetch_count": 1, "global_": True}), Step("basic.qos", {"prefetch_count": 2}))
+    do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}))
+    assert len(bodies(do(side, publish(times=3)), "c1")) == 2
+
+
 # ---- tx ----
 
 

@@ -135,7 +135,11 @@ class Channel(Declarations):
         if delay and names:
             self._settle_publish([], self.vhost.delay(exchange.name, delay, entry), 1)
             return
-        self.deliver(names, mandatory, [entry])
+        producer, number = headers.get("x-producer-name"), headers.get("x-publishing-id")
+        if names and isinstance(producer, str) and isinstance(number, int) and number >= 0:
+            self._delivered([entry], *self.vhost.deliver_once(names, entry, producer, number))
+        else:
+            self.deliver(names, mandatory, [entry])
 
     def _check_special(self, properties: dict[str, Any], entry: Entry) -> tuple[dict[str, Any], list[str]]:
         """Refuse what may not be published, give it its expiry. Returns its headers and the keys of CC and BCC."""
@@ -187,12 +191,14 @@ class Channel(Declarations):
                     self._return(entry)
             self._settle_publish([], False, count)
             return
-        rejected, journaled = self.vhost.deliver(names, entries)
+        self._delivered(entries, *self.vhost.deliver(names, entries))
+
+    def _delivered(self, entries: list[Entry], rejected: list[Entry], journaled: bool) -> None:
         if rejected and self.confirming:
             gone = set(map(id, rejected))
             first = self._next_number
             self._nacks += [first + position for position, entry in enumerate(entries) if id(entry) in gone]
-        self._settle_publish(rejected, journaled, count)
+        self._settle_publish(rejected, journaled, len(entries))
 
     def _return(self, entry: Entry) -> None:
         self.returned_count += 1
@@ -397,6 +403,9 @@ class Channel(Declarations):
             self.unblock()
         else:
             self.prefetch = prefetch_count
+            if self.global_prefetch:  # RabbitMQ lifts the channel's own limit with that
+                self.global_prefetch = 0
+                self.unblock()
         self.reply("basic.qos-ok")
 
     def basic_consume(

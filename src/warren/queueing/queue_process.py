@@ -106,6 +106,7 @@ class QueueProcess:
         self.deleted = False
         self.declared = arguments  # as opposed to what policies make of them
         self.declared_durable = stored.durable  # an exclusive queue that was declared durable is not kept
+        self.duplicates = 0
         self.published = self.delivered = self.acked = self.redelivered = self.gotten = 0
         self._owner = owner
         self._store = owner.store

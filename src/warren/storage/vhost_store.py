@@ -242,8 +242,10 @@ class VhostStore(VhostTransactions):
         producer: str | None = None,
         publishing_id: int = 0,
         times_to_live: list[int] | None = None,
+        wake: bool = True,
     ) -> list[Entry]:
-        """One message to many queues: one body, one journal record. Its entries, one for each queue.
+        """One message to many queues: one body, one journal record. Its entries, one for each queue. Without `wake` the
+        caller sees to its commit.
 
         `times_to_live` are the queues' own, in microseconds; below 0: none."""
         for queue in queues:
@@ -280,7 +282,8 @@ class VhostStore(VhostTransactions):
                         self.ledger.note(DEDUP, key, publishing_id, self.journal.buffer.file)
             for queue, entry in zip(queues, entries, strict=True):
                 queue.backing.accept([entry])
-        self.wake()
+        if wake:
+            self.wake()
         return entries
 
     def _append_fanout(

@@ -419,7 +419,28 @@ class Vhost:
                 rejected += [entry for entry, copy in zip(entries, copies, strict=True) if id(copy) in gone]
         return rejected, journaled
 
-    def _fan_out(self, targets: list[QueueProcess], entries: list[Entry]) -> tuple[list[Entry], bool]:
+    def deliver_once(
+        self, names: tuple[str, ...], entry: Entry, producer: str, publishing_id: int
+    ) -> tuple[list[Entry], bool]:
+        """As `deliver`, for a message that its producer numbered: a queue that has had the number, or a higher one, does
+        not take it again. A duplicate is confirmed with the next commit, so never before its original is safe."""
+        targets = []
+        for name in names:
+            queue = self.queues.get(name)
+            if queue is not None:
+                last = self.store.last_publishing_id(queue.stored, producer)
+                if last is None or publishing_id > last:
+                    targets.append(queue)
+                else:
+                    queue.duplicates += 1
+        if not targets:
+            self.wake()
+            return [], True
+        return self._fan_out(targets, [entry], producer, publishing_id)
+
+    def _fan_out(
+        self, targets: list[QueueProcess], entries: list[Entry], producer: str | None = None, publishing_id: int = 0
+    ) -> tuple[list[Entry], bool]:
         """One record and one body for all queues."""
         rejected: list[Entry] = []
         for entry in entries:
@@ -431,11 +452,14 @@ class Vhost:
                     [queue.stored for queue in room],
                     entry.head,
                     entry.body,
-                    persistent=True,
+                    persistent=bool(entry.flags & PERSISTENT),
                     published_at=entry.published_at,
                     expiry=entry.expiry,
                     level=entry.level,
                     times_to_live=[queue.ttl_us for queue in room],
+                    producer=producer,
+                    publishing_id=publishing_id,
+                    wake=False,
                 )
                 for queue, copy in zip(room, made, strict=True):
                     with contextlib.suppress(QueueCrashed):  # the message is its own by now
