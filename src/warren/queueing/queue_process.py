@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
@@ -32,6 +33,7 @@ from warren.queueing.limits import Limits
 from warren.storage.vhost_store import StoredQueue, VhostStore
 
 _ALL_FLAGS = 255
+_DEAD_AT_ONCE = 512  # dead letters in one transaction
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -378,8 +380,22 @@ class QueueProcess:
         if self.arguments.dead_letter_exchange is None:
             self._backing.ack(seqs)
             return
+        seqs, rest = seqs[:_DEAD_AT_ONCE], seqs[_DEAD_AT_ONCE:]
         entries: list[Entry] = self._backing.ackfold(_gather, [], seqs)
         self._end(entries, reason, pending=True)
+        if rest:  # others have their turn in between
+            self._owner.later(0, functools.partial(self._settle_rest, rest, reason))
+
+    def _settle_rest(self, seqs: list[int], reason: str) -> None:
+        if not self.deleted:
+            with contextlib.suppress(QueueCrashed):
+                self._settle_more(seqs, reason)
+                self._owner.wake()
+
+    @_guarded
+    def _settle_more(self, seqs: list[int], reason: str) -> None:
+        with self._lock:
+            self._settle_dead(seqs, reason)
 
     @_guarded
     def requeue(self, seqs: list[int]) -> None:
@@ -471,7 +487,10 @@ class QueueProcess:
                     self._owner.wake()
                 else:
                     dead: list[Entry] = []
-                    _, dead = backing.fetchwhile(lambda entry: 0 < entry.expiry <= now, _gather, dead)
+                    room = itertools.count()  # others have their turn in between: the timer goes on with the rest
+                    _, dead = backing.fetchwhile(
+                        lambda entry: 0 < entry.expiry <= now and next(room) < _DEAD_AT_ONCE, _gather, dead
+                    )
                     self._limits.expired += len(dead)
                     self._end(dead, EXPIRED, pending=True)
                 head = backing.peek()
