@@ -92,6 +92,41 @@ class Delivered:
 
 
 class QueueProcess:
+    __slots__ = (  # ten thousand queues are not rare
+        "__weakref__",
+        "_backing",
+        "_expiring",
+        "_expiry_due",
+        "_expiry_timer",
+        "_limited",
+        "_limits",
+        "_lock",
+        "_mask",
+        "_owner",
+        "_rejects",
+        "_running",
+        "_seqs",
+        "_store",
+        "_unused_timer",
+        "acked",
+        "arguments",
+        "auto_delete",
+        "consumers",
+        "declared",
+        "declared_durable",
+        "deleted",
+        "delivered",
+        "duplicates",
+        "exclusive_to",
+        "gotten",
+        "highest",
+        "name",
+        "published",
+        "redelivered",
+        "stored",
+        "ttl_us",
+    )
+
     def __init__(
         self,
         owner: Owner,
