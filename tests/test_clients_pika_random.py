@@ -41,6 +41,7 @@ class Line:
     address: str  # by which the broker knows it
     channel: Any
     global_prefetch: int
+    next_prefetch: int = 0  # of consumers to come, where the channel has a limit too
     prefetch: dict[str, int] = field(default_factory=dict)  # consumer tag -> its limit
     held: dict[int, tuple[str, bytes]] = field(default_factory=dict)  # delivery tag -> consumer, body
     without_ack: set[str] = field(default_factory=set)
@@ -88,6 +89,9 @@ class Chaos:
             address = connection._impl._transport._sock.getsockname()
             line = Line(connection, f"{address[0]}:{address[1]}", connection.channel(), limit)
             if limit:
+                # In this order: one for consumers to come lifts that of the channel.
+                line.next_prefetch = self.chance.choice([0, 1, 2, 50])
+                line.channel.basic_qos(prefetch_count=line.next_prefetch)
                 line.channel.basic_qos(prefetch_count=limit, global_qos=True)
             self.lines.append(line)
 
@@ -97,7 +101,10 @@ class Chaos:
         line = self.chance.choice(self.lines)
         prefetch = self.chance.choice([0, 1, 2, 50])
         without_ack = self.chance.random() < 0.1
-        line.channel.basic_qos(prefetch_count=prefetch)
+        if line.global_prefetch:
+            prefetch = line.next_prefetch
+        else:
+            line.channel.basic_qos(prefetch_count=prefetch)
         tag = unique("consumer")
         line.prefetch[tag] = 0 if without_ack else prefetch
         if without_ack:

@@ -156,10 +156,30 @@ def test_a_message_that_expired_in_the_hands_of_a_consumer_goes_when_it_is_reque
     assert do(side, Step("channel.close"))["queue q1"] == (0, 0)
 
 
+def test_what_a_channel_leaves_behind_is_held_against_the_length_limit_together(side):
+    do(
+        side,
+        Step("queue.declare", {"queue": "q1", "arguments": {"x-max-length": 1}}),
+        Step("queue.declare", {"queue": "q2"}),
+    )
+    do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}, connection=1))
+    do(side, Step("basic.consume", {"queue": "q2", "consumer_tag": "c2"}, connection=1))
+    do(side, publish(body=b"m1"), publish(body=b"between", to="q2"), publish(body=b"m2"))
+    do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c3"}))
+    assert bodies(do(side, Step("drop", connection=1)), "c3") == [(b"m2", True)]
+
+
 def test_a_prefetch_for_consumers_lifts_that_of_the_channel(side):
     do(side, QUEUE, Step("basic.qos", {"prefetch_count": 1, "global_": True}), Step("basic.qos", {"prefetch_count": 2}))
     do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}))
     assert len(bodies(do(side, publish(times=3)), "c1")) == 2
+
+
+def test_a_consumer_goes_on_after_all_that_waited_for_it_expired(side):
+    do(side, Step("queue.declare", {"queue": "q1", "arguments": {"x-message-ttl": 0}}))
+    do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}), publish(body=b"m1"))
+    do(side, Step("basic.recover", {"requeue": True}))
+    assert bodies(do(side, publish(body=b"m2")), "c1") == [(b"m2", False)]
 
 
 # ---- tx ----

@@ -546,9 +546,12 @@ class Channel(Declarations):
             if consumer.queue is not None:
                 # Those that leave together must not get what the others leave behind.
                 consumer.queue.consumers.block(consumer)
+        returned: dict[int, list[int]] = {}  # of a queue all at once: a length limit sees them together
         for queue, _, seqs in self.unacked.drain():
+            returned.setdefault(queue, []).extend(seqs)
+        for queue, seqs in returned.items():
             with contextlib.suppress(QueueCrashed):  # then they are ready again by its restart
-                self._queues[queue].requeue(seqs)
+                self._queues[queue].requeue(sorted(seqs))
         for consumer in consumers:
             if consumer.queue is not None:
                 with contextlib.suppress(QueueCrashed):

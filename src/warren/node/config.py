@@ -69,7 +69,9 @@ _MAX_MESSAGE_BYTES = 128 * 1024 * 1024  # what the storage engine takes
 
 # Variables that begin like ours and are no keys: other parts of Warren read them, or a container platform sets them for a
 # service that is called warren.
-_OTHER_VARIABLES = re.compile(r"WARREN_(CONFIG|URL|DEBUG|KERNEL|LOGIC|TEST_\w+|FAULT_\w+|SERVICE_\w+|PORT|PORT_\d+_\w+)")
+_OTHER_VARIABLES = re.compile(
+    r"WARREN_(CONFIG|URL|DEBUG|KERNEL|LOGIC|TEST_\w+|FAULT_\w+|SERVICE_\w+|PORT|PORT_\d+_\w+)"
+)
 
 
 class ConfigError(WarrenError, ValueError):

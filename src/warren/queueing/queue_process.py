@@ -313,6 +313,8 @@ class QueueProcess:
             while self.consumers.waiting() and not self._backing.is_empty():
                 if self._expiring:
                     self.expire()
+                    if self._backing.is_empty():
+                        break  # no message is no reason to take a consumer for blocked
                 shares = self._shares(min(len(self._backing), MOST_AT_ONCE))
                 count = sum(len(positions) for _, positions in shares)
                 if not count:
