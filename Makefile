@@ -63,6 +63,9 @@ compiled: setup ## the package with its logic compiled by mypyc, in build/compil
 test-compiled: compiled ## all tests at a tenth of their size against the compiled package
 	PYTHONPATH=$(COMPILED) WARREN_TEST_SCALE=small $(BIN)/python -m pytest $(ARGS)
 
+differential: setup ## the same programs against Warren and Debian's RabbitMQ, compared
+	$(BIN)/python -m differential $(ARGS)
+
 bench-rabbitmq: compiled ## Warren beside RabbitMQ, which Debian has
 	PYTHONPATH=$(COMPILED) $(BIN)/python -m bench.rabbitmq $(ARGS)
 

@@ -95,7 +95,19 @@ def _overtaken(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return dead and several and counts[0] == counts[1] and _closes(ours) == _closes(theirs)
 
 
+def _routed_at_commit(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    changes = ("bind", "unbind", "delete", "declare")
+    selected = [number for number, step in enumerate(program) if step.method == "tx.select"]
+    changed = bool(selected) and any(step.method.endswith(changes) for step in program[selected[0] :])
+    return program[-1].method == "tx.commit" and changed and _closes(ours) == _closes(theirs)
+
+
 ACCEPTED: list[Accepted] = [
+    Accepted(
+        "OPEN: a transaction is routed when it is committed",
+        "RabbitMQ routes a publish when it comes, so bindings that change before tx.commit do not count for it",
+        _routed_at_commit,
+    ),
     Accepted(
         "a dead letter and another copy of its message",
         "when both go to one queue, which of them is first is promised nowhere: RabbitMQ's queues are processes",

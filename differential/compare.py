@@ -59,6 +59,7 @@ class Side:
         self._wires: dict[int, Wire] = {}
         self._states: dict[tuple[int, int], _ChannelState] = {}
         self._names: dict[str, str] = {}
+        self._bound: list[dict[str, Any]] = []  # exchanges to exchanges
 
     def close(self) -> None:
         self.reset()
@@ -81,6 +82,9 @@ class Side:
                 time.sleep(0.01)  # exclusive to a connection that is just going
         for exchange in (*EXCHANGES, "missing"):
             self._ask("exchange.delete", exchange=exchange)
+        for arguments in self._bound:  # those between exchanges of every vhost are still there
+            self._ask("exchange.unbind", **arguments)
+        self._bound.clear()
 
     def _ask(self, name: str, **arguments: Any) -> Event | None:
         """On the observer's own channel; None where that was an error."""
@@ -148,6 +152,8 @@ class Side:
 
     def _send(self, wire: Wire, step: Step) -> None:
         state = self._states.setdefault((step.connection, step.channel), _ChannelState())
+        if step.method == "exchange.bind":
+            self._bound.append({name: value for name, value in step.arguments.items() if name != "nowait"})
         if step.method == "drop":
             wire.drop()
         elif step.method == "raw":

@@ -182,6 +182,14 @@ def test_a_consumer_goes_on_after_all_that_waited_for_it_expired(side):
     assert bodies(do(side, publish(body=b"m2")), "c1") == [(b"m2", False)]
 
 
+def test_dead_letters_that_come_together_are_held_against_the_length_limit_of_their_queue(side):
+    dead_letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "q2"}
+    do(side, Step("queue.declare", {"queue": "q1", "arguments": {"x-max-length": 1, **dead_letters}}))
+    do(side, Step("queue.declare", {"queue": "q2", "arguments": {"x-max-length": 1, "x-overflow": "reject-publish"}}))
+    seen = do(side, publish(times=4))
+    assert (seen["queue q1"], seen["queue q2"]) == ((1, 0), (1, 0))
+
+
 # ---- tx ----
 
 

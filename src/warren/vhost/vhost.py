@@ -495,7 +495,9 @@ class Vhost:
         copy.level = min(priority_of(head) or 0, target.highest)
         if target.ttl_us >= 0:
             copy.expiry = now + target.ttl_us
-        if target.admit([copy])[0]:
+        # A queue that rejects counts those that are on their way with it; the others take everything.
+        before = move.arrived.get(target, []) if target.arguments.overflow != "drop-head" else []
+        if not target.admit([*before, copy])[1]:
             move.publishes.append((target.stored, copy))
             move.arrived.setdefault(target, []).append(copy)
 
