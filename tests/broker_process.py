@@ -6,8 +6,10 @@ import contextlib
 import json
 import logging
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +30,15 @@ READY = re.compile(r"ready: AMQP on [^:]+:(\d+), status page on http://[^:]+:(\d
 PATIENCE = 60.0
 
 
+def free_port() -> int:
+    """Below the ports that the kernel gives to clients: one of these, which keeps connecting to a broker that is down, may
+    be given the broker's own port, and then the broker cannot come back."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 class Served:
     """A broker in its own processes."""
 
@@ -37,7 +48,8 @@ class Served:
         self._flags = flags
         self._environment = environment
         self.process: subprocess.Popen[bytes] | None = None
-        self.port = self.http_port = 0
+        self.port = free_port()
+        self.http_port = 0
 
     def start(self) -> None:
         offset = self.log.stat().st_size if self.log.exists() else 0

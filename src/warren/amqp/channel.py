@@ -40,6 +40,7 @@ _HEADERS, _REPLY_TO, _EXPIRATION, _USER_ID = 0x2000, 0x0200, 0x0100, 0x0010
 _SPECIAL = _HEADERS | _REPLY_TO | _EXPIRATION | _USER_ID
 _MANDATORY, _IMMEDIATE = 1, 2
 _PLENTY = 1 << 30
+MAX_DELAY_MS = 2**32 - 1  # of the plugin
 _NOTHING = RangeSet()
 
 
@@ -92,8 +93,7 @@ class Channel(Declarations):
             self.transaction.publish(exchange, routing_key, mandatory, property_flags, entries)
             return
         if property_flags & _SPECIAL or known.needs_message or known.delayed or routing_key.startswith(REPLY_TO):
-            for entry in entries:
-                self._publish_special(known, routing_key, mandatory, entry)
+            self._publish_each(known, routing_key, mandatory, entries)
         else:
             self.deliver(router.route(exchange, routing_key), mandatory, entries)
 
@@ -105,16 +105,27 @@ class Channel(Declarations):
         if known is None:
             return
         if property_flags & _SPECIAL or known.needs_message or known.delayed or routing_key.startswith(REPLY_TO):
-            for entry in entries:
-                self._publish_special(known, routing_key, mandatory, entry)
+            self._publish_each(known, routing_key, mandatory, entries)
         else:
             self.deliver(self.vhost.router.route(exchange, routing_key), mandatory, entries)
+
+    def _publish_each(self, exchange: Exchange, routing_key: str, mandatory: bool, entries: list[Entry]) -> None:
+        """One by one. Who repeats this after a full disk repeats only what was not done: the list is emptied."""
+        done = 0
+        try:
+            for entry in entries:
+                self._publish_special(exchange, routing_key, mandatory, entry)
+                done += 1
+        finally:
+            del entries[:done]
 
     def _publish_special(self, exchange: Exchange, routing_key: str, mandatory: bool, entry: Entry) -> None:
         """One message with properties that say where it goes, or how long it stays."""
         head = decode_head(entry.head)
         properties = head.properties
         headers, carbon = self._check_special(properties, entry)
+        for key in carbon:
+            self.connection.check_topic(exchange, key)
         keys = [routing_key, *carbon]
         changed = False
         if "BCC" in headers:
@@ -132,7 +143,7 @@ class Channel(Declarations):
             return
         delay = self._delay(exchange, headers)
         names = self.vhost.router.route_many(exchange.name, keys, lambda: headers, lambda: properties)
-        if delay and names:
+        if delay:
             self._settle_publish([], self.vhost.delay(exchange.name, delay, entry), 1)
             return
         producer, number = headers.get("x-producer-name"), headers.get("x-publishing-id")
@@ -163,7 +174,11 @@ class Channel(Declarations):
     @staticmethod
     def _delay(exchange: Exchange, headers: dict[str, Any]) -> int:
         delay = headers.get("x-delay") if exchange.delayed else None
-        return max(0, int(delay)) if isinstance(delay, (int, float)) and not isinstance(delay, bool) else 0
+        if not isinstance(delay, (int, float)) or isinstance(delay, bool) or delay <= 0:
+            return 0
+        if delay > MAX_DELAY_MS:
+            raise AmqpError(406, f"invalid x-delay {delay}: it is at most {MAX_DELAY_MS} milliseconds", 60, 40)
+        return int(delay)
 
     @staticmethod
     def _expiration(value: object) -> int:

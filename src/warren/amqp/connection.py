@@ -155,6 +155,8 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.writable = True
+        if self._held:
+            self.resume_events()
         for channel in list(self.channels.values()):
             channel.unblock()
 
@@ -199,6 +201,8 @@ class Connection(asyncio.Protocol):
         number: int = event[1]
         channel = self.channels.get(number)
         if kind == METHOD:
+            if not self.writable and self.state == OPEN:
+                return False  # answers to a client that does not read them would fill the memory
             return self._method(number, channel, event[2], event[3], event[4])
         if self.state != OPEN:
             return True
@@ -465,14 +469,12 @@ class Connection(asyncio.Protocol):
     def allows(self, permission: Permission, kind: ResourceKind, name: str) -> bool:
         return self._permissions.check(permission, kind, name)
 
-    def check_topic(self, exchange: Exchange, routing_key: str) -> None:
+    def check_topic(self, exchange: Exchange, routing_key: str, permission: Literal["write", "read"] = "write") -> None:
         if exchange.type != "topic":
             return
-        if not self._permissions.check_topic(exchange.name, "write", routing_key):
+        if not self._permissions.check_topic(exchange.name, permission, routing_key):
             raise AmqpError(
                 403,
                 f"access to topic '{routing_key}' in exchange '{exchange.name}' in vhost '{self.vhost.name}' refused "
                 f"for user '{self.user}'",
-                60,
-                40,
             )

@@ -128,6 +128,8 @@ class Declarations:
             if not name:
                 raise AmqpError(404, "no previously declared queue", 50, 40)
             self._allow("configure", "queue", name)  # to delete what is not there is no error
+            if name in self.vhost.down:
+                count = self.vhost.delete_down(name)
         else:
             self._check_owner(known)
             self._allow("configure", "queue", known.name)
@@ -157,6 +159,7 @@ class Declarations:
         self._allow("read", "exchange", exchange)
         self._check_exchange(exchange)
         known = self._queue(name)
+        self.connection.check_topic(self.vhost.router.exchanges[exchange], routing_key, "read")
         self._routed(lambda: self.vhost.bind(_binding(exchange, "queue", known.name, routing_key, arguments)))
         if not nowait:
             self.reply("queue.bind-ok")
@@ -253,6 +256,7 @@ class Declarations:
         self._allow("read", "exchange", source)
         for name in (source, destination):
             self._check_exchange(name)
+        self.connection.check_topic(self.vhost.router.exchanges[source], routing_key, "read")
         self._routed(lambda: self.vhost.bind(_binding(source, "exchange", destination, routing_key, arguments)))
         if not nowait:
             self.reply("exchange.bind-ok")

@@ -44,15 +44,17 @@ class Transaction:
         self._settlements.append((tag, multiple, how))
 
     def commit(self) -> None:
-        publishes, settlements = self._publishes, self._settlements
-        self._publishes, self._settlements = [], []
+        """On a full disk it is repeated: what was done is not done again."""
+        self.journaled = False
+        while self._publishes:
+            self._channel.publish_now(*self._publishes[0])
+            del self._publishes[0]
+        settlements, self._settlements = self._settlements, []
         self.settled = set()
-        self.journaled = self.rejected = False
-        for publish in publishes:
-            self._channel.publish_now(*publish)
         for tag, multiple, how in settlements:
             self._channel.settle_tag(tag, multiple, how)
-        if self.rejected:
+        rejected, self.rejected = self.rejected, False
+        if rejected:
             raise AmqpError(406, "partial tx completion", 90, 20)
         self.committing = True
         self._channel.vhost.commits.wait(self, 0)

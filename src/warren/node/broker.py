@@ -53,12 +53,19 @@ class Broker:
         self.amqp_port = 0
         self.tls_port = 0  # 0: there is none
         self._tls: TlsListener | None = None
-        self.ready = False
+        self._started = False
         self.started_at = time.time()
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._handshakes = 0
         self._users: Users | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Does it take clients, in every vhost?"""
+        if self._zygote is not None:
+            return self._started and all(process.state == RUNNING for process in self._processes.values())
+        return self._started and all(name in self.vhosts for name in self.users.vhosts())
 
     @property
     def users(self) -> Users:
@@ -89,7 +96,7 @@ class Broker:
         except BaseException:
             await self.stop()
             raise
-        self.ready = True
+        self._started = True
 
     async def _start_processes(self, zygote: socket.socket) -> None:
         config = self.config
@@ -104,6 +111,7 @@ class Broker:
             max_restarts=config.vhost_max_restarts,
             restart_period=config.vhost_restart_period,
             gave_up=self._gave_up,
+            zygote_died=self.given_up.set,
         )
         names = self.users.vhosts()
         groups: dict[str, list[str]] = {name: [name] for name in names}
@@ -167,7 +175,7 @@ class Broker:
 
     async def stop(self) -> None:
         """Stop accepting, say goodbye, finish commits, write recovery terms."""
-        self.ready = False
+        self._started = False
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

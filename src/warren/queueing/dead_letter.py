@@ -13,8 +13,9 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
-from warren.queueing.properties import Head, build_head, decode_head
+from warren.queueing.properties import Head, build_head, decode_head, readdressed
 
+_MOST_DEATHS = 2**63 - 1
 REJECTED, EXPIRED, MAXLEN, DELIVERY_LIMIT = "rejected", "expired", "maxlen", "delivery_limit"
 
 
@@ -58,8 +59,12 @@ class Death:
         properties.pop("expiration", None)
         properties["headers"] = headers
         self._reason = reason
-        self.head = build_head(exchange, self.keys[0], properties)
         self.headers = headers
+        try:
+            self.head = build_head(exchange, self.keys[0], properties)
+        except (TypeError, ValueError):
+            # A client may send what we can read and not write. Such a message goes on without its history.
+            self.head = readdressed(head, exchange, self.keys[0])
 
     @staticmethod
     def _died(
@@ -75,7 +80,7 @@ class Death:
         for position, death in enumerate(deaths):
             if death.get("queue") == queue and death.get("reason") == reason:
                 count = death.get("count")
-                again = {**death, "count": (count if isinstance(count, int) else 0) + 1}
+                again = {**death, "count": min((count if isinstance(count, int) else 0) + 1, _MOST_DEATHS)}
                 return [again, *deaths[:position], *deaths[position + 1 :]]
         death = {
             "count": 1,

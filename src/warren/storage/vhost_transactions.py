@@ -27,6 +27,8 @@ class VhostTransactions(VhostOpening):
 
     def reserve(self, queue: StoredQueue, count: int) -> None:
         """Make sure that `count` seq_ids may be taken under the lock that follows. Called without the lock."""
+        if self.lock._is_owned():  # type: ignore[attr-defined]  # the commit that is waited for needs it
+            raise RuntimeError("reserve() is called without the lock: it waits for a commit")
         while True:
             with self.lock:
                 self.committer.check_publish()
@@ -55,11 +57,18 @@ class VhostTransactions(VhostOpening):
         done: Callable[[], None],
     ) -> None:
         """As `transact`, but returns at once. `done` is called when it is safe and visible: by the thread that committed
-        it, with the lock."""
-        self._reserve_for(publishes)
+        it, with the lock. Requires: `has_seq_ids(publishes)`, under the same lock."""
         with self.lock:
             self.committer.check()
             self._begin_transaction(publishes, acks, done)
+
+    def has_seq_ids(self, publishes: list[tuple[StoredQueue, Entry]]) -> bool:
+        """May `transact_later` take its seq_ids now? Asks for reservations; False: try again after a commit."""
+        wanted: dict[str, int] = {}
+        for queue, _ in publishes:
+            wanted[queue.name] = wanted.get(queue.name, 0) + 1
+        answers = [self.get(name).seqs.available(count) for name, count in wanted.items()]  # all of them ask
+        return all(answers)
 
     def _reserve_for(self, publishes: list[tuple[StoredQueue, Entry]]) -> None:
         wanted: dict[str, int] = {}

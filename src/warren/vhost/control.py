@@ -120,7 +120,11 @@ class ControlSocket:
 
     def _readable(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
+            data, descriptors, flags, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
+            if flags & socket.MSG_CTRUNC:  # a descriptor was lost: the next one must not be taken for it
+                self._descriptors.extend(descriptors)
+                self.close()
+                return
         except BlockingIOError:
             return
         except OSError:

@@ -48,7 +48,7 @@ class VhostProcess:
         ours, theirs = socket.socketpair()
         self._up.clear()
         self._gone.clear()
-        self._control = ControlSocket(ours, self._received, lambda: None)
+        self._control = ControlSocket(ours, self._received, self._ended)
         self._supervisor.fork(self.name, {**self._supervisor.arguments, "vhosts": self.vhosts}, theirs)
 
     async def ready(self) -> None:
@@ -78,6 +78,11 @@ class VhostProcess:
             self._control.send("stop")
         async with asyncio.timeout(_STOP_SECONDS):
             await self._gone.wait()
+
+    def _ended(self) -> None:
+        """Its socket is closed. Its exit is the zygote's to tell, where there is one."""
+        if not self._supervisor.has_zygote:
+            self._gone.set()
 
     def _received(self, message: Message, descriptor: int | None) -> None:
         if message["what"] == "up":
@@ -123,12 +128,15 @@ class Supervisor:
         max_restarts: int = 3,
         restart_period: float = 300.0,
         gave_up: Callable[[VhostProcess], None] = lambda process: None,
+        zygote_died: Callable[[], None] = lambda: None,
     ) -> None:
+        self._zygote_died = zygote_died
         self.arguments = arguments
         self.max_restarts = max_restarts
         self.restart_period = restart_period
         self.gave_up = gave_up
         self.processes: dict[str, VhostProcess] = {}
+        self.has_zygote = True
         self._zygote = zygote
         self._in = b""
         zygote.setblocking(False)
@@ -158,7 +166,9 @@ class Supervisor:
             data = b""
         if not data:
             self._loop.remove_reader(self._zygote.fileno())
-            log.error("the parent of the vhost processes is gone; none can be restarted")
+            log.error("the parent of the vhost processes is gone; none can be restarted, so the node stops")
+            self.has_zygote = False
+            self._zygote_died()
             return
         self._in += data
         while len(self._in) >= _LENGTH.size:

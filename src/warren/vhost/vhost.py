@@ -38,6 +38,7 @@ from warren.vhost.commits import Commits
 log = logging.getLogger("warren.vhost")
 
 QUORUM_DELIVERY_LIMIT = 20
+_MOVE_RETRY_SECONDS = 0.002
 QUEUE_RESTARTS, QUEUE_RESTART_SECONDS = 5, 10.0
 
 
@@ -119,7 +120,8 @@ class Vhost:
                 )
             )
         for queue in list(self.queues.values()):
-            queue.expire()
+            with contextlib.suppress(QueueCrashed):
+                queue.expire()
 
     async def stop(self) -> None:
         """A clean stop: connections are closed by their owner before."""
@@ -337,6 +339,13 @@ class Vhost:
         restarted = self._add(stored, queue.exclusive_to, queue.auto_delete)
         restarted.declared_durable = queue.declared_durable
 
+    def delete_down(self, name: str) -> int:
+        """Delete a queue that failed too often."""
+        self.down.discard(name)
+        self._crashes.pop(name, None)
+        self._forget(self.router.remove_queue(name))
+        return self.store.delete(name)
+
     def release_exclusive(self, connection: object) -> None:
         """The connection is gone, and with it its queues."""
         for queue in [queue for queue in self.queues.values() if queue.exclusive_to is connection]:
@@ -507,7 +516,21 @@ class Vhost:
         def committed() -> None:  # by the thread of the commits, with the engine's lock
             self._loop.call_soon_threadsafe(self._moved, move.arrived)
 
-        self.store.transact_later(move.publishes, move.acks, committed)
+        with self.store.lock:
+            # It may have waited. A source that was restarted meanwhile has its messages again, and one that was deleted
+            # has taken them with it; a target may have been restarted, or be gone.
+            known = self.store.queues
+            if any(known.get(queue.name) is not queue for queue, _ in move.acks):
+                return
+            move.publishes = [
+                (current, entry)
+                for queue, entry in move.publishes
+                if (current := known.get(queue.name)) is not None and current.uid == queue.uid
+            ]
+            if self.store.has_seq_ids(move.publishes):
+                self.store.transact_later(move.publishes, move.acks, committed)
+            else:
+                self._loop.call_later(_MOVE_RETRY_SECONDS, self._do, move)
         self.wake()
 
     @staticmethod
@@ -545,8 +568,12 @@ class Vhost:
                 headers["x-delay"] = -delay  # as the plugin does: it was waited for
             properties["headers"] = headers
             carbon = headers.get("CC")
-            keys = [head.routing_key, *(carbon if isinstance(carbon, list) else ())]
-            fired = build_head(head.exchange, head.routing_key, properties)
+            copies = carbon if isinstance(carbon, list) else ()
+            keys = [head.routing_key, *(key for key in copies if isinstance(key, str))]
+            try:
+                fired = build_head(head.exchange, head.routing_key, properties)
+            except (TypeError, ValueError):  # what a client may send and we cannot write again stays as it came
+                fired = entry.head
             for name in self.router.route_many(exchange, keys, partial(dict, headers), from_broker=True):
                 self._add_copy(move, name, fired, entry)
         move.acks.append((source, seqs_of(entries)))

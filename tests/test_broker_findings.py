@@ -1,0 +1,163 @@
+"""Faults that somebody found by looking, each with the test that would have."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import pika
+import pika.exceptions
+import pytest
+
+from tests.test_broker_limits import opened
+from warren.amqp.methods import encode
+from warren.kernel.frame_writer import method_frame, publishes
+from warren.node.status import resident_bytes
+from warren.testing import running_broker
+
+pytestmark = [
+    pytest.mark.usefixtures("pika_litter"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture
+def broker():
+    with running_broker() as running:
+        yield running
+
+
+@pytest.fixture
+def channel(broker):
+    connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+    yield connection.channel()
+    if connection.is_open:
+        connection.close()
+
+
+def wait_for(channel, queue: str, seconds: float = 20) -> tuple[bytes, pika.BasicProperties]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        method, properties, body = channel.basic_get(queue, auto_ack=True)
+        if method is not None:
+            return body, properties
+        channel.connection.process_data_events(0.02)
+    raise AssertionError(f"nothing came to {queue}")
+
+
+def test_dead_letters_that_outrun_the_reservations_of_their_target_do_not_hang_the_vhost(broker, channel):
+    """The loop held the engine's lock while it waited for a commit, which needs the lock."""
+    arguments = {"x-max-length": 10, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+    channel.queue_declare("q", durable=True, arguments=arguments)
+    channel.queue_declare("dead", durable=True)
+    with opened(broker.port) as sock:
+        for _ in range(60):
+            sock.sendall(publishes(1, b"", b"q", 0, b"\x10\x00\x02", [bytes(100)] * 500, 131072))
+        deadline = time.monotonic() + 60
+        while channel.queue_declare("dead", passive=True).method.message_count < 30_000 - 10:
+            assert time.monotonic() < deadline
+            channel.connection.process_data_events(0.05)
+    assert channel.queue_declare("q", passive=True).method.message_count == 10
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-death": [{"queue": "q", "reason": "rejected", "count": 2**63 - 1}]},
+        {"x-death": "no array", "CC": ["q2", 7]},
+        {"x-death": [1, {"queue": 5}]},
+    ],
+)
+def test_a_message_with_a_strange_history_is_a_dead_letter_like_any_other(channel, headers):
+    channel.queue_declare(
+        "q", durable=True, arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+    )
+    channel.queue_declare("dead", durable=True)
+    channel.basic_publish("", "q", b"strange", pika.BasicProperties(headers=headers, delivery_mode=2))
+    method, _, _ = channel.basic_get("q")
+    channel.basic_reject(method.delivery_tag, requeue=False)
+    body, properties = wait_for(channel, "dead")
+    assert body == b"strange"
+    assert properties.headers["x-death"][0]["reason"] == "rejected"
+
+
+def test_a_header_that_can_be_read_and_not_written_again_does_not_hurt_its_queue(broker, channel):
+    arguments = {"x-message-ttl": 20, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+    channel.queue_declare("q", durable=True, arguments=arguments)
+    channel.queue_declare("dead", durable=True)
+    table = b"\x01tT" + (2**64 - 1).to_bytes(8, "big")
+    headers = b"\x20\x00" + len(table).to_bytes(4, "big") + table
+    with opened(broker.port) as sock:
+        sock.sendall(publishes(1, b"", b"q", 0, headers, [b"odd time"], 131072))
+        deadline = time.monotonic() + 20
+        while channel.queue_declare("dead", passive=True).method.message_count == 0:
+            assert time.monotonic() < deadline
+            channel.connection.process_data_events(0.02)
+
+
+def test_a_delayed_message_is_routed_when_it_is_due_and_a_strange_one_stops_no_other(channel):
+    channel.exchange_declare("later", "x-delayed-message", arguments={"x-delayed-type": "topic"})
+    channel.confirm_delivery()
+    for number, extra in enumerate(({"CC": [1]}, {}, {})):
+        headers = {"x-delay": 100, **extra}
+        channel.basic_publish("later", "k", b"%d" % number, pika.BasicProperties(headers=headers))
+    channel.queue_declare("q")
+    channel.queue_bind("q", "later", "#")  # after the publishes, and before they are due
+    assert [wait_for(channel, "q")[0] for _ in range(3)] == [b"0", b"1", b"2"]
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+        channel.basic_publish("later", "k", b"", pika.BasicProperties(headers={"x-delay": 2**62}))
+    assert caught.value.reply_code == 406
+
+
+def test_topic_permissions_hold_for_bindings_and_for_carbon_copies(broker):
+    users = broker.broker.users
+    broker.call(lambda: users.add_user("ann", "secret"))
+    broker.call(lambda: users.set_permissions("ann", "/", ".*", ".*", ".*"))
+    broker.call(lambda: users.set_topic_permissions("ann", "/", "amq.topic", "^low[.]", "^low[.]"))
+    connection = pika.BlockingConnection(pika.URLParameters(broker.vhost_url("/", "ann", "secret")))
+    channel = connection.channel()
+    channel.queue_declare("q")
+    channel.queue_bind("q", "amq.topic", "low.*")
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+        channel.queue_bind("q", "amq.topic", "#")
+    assert caught.value.reply_code == 403
+    channel = connection.channel()
+    channel.confirm_delivery()
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+        channel.basic_publish("amq.topic", "low.a", b"", pika.BasicProperties(headers={"CC": ["secret.a"]}))
+    assert caught.value.reply_code == 403
+    connection.close()
+
+
+def test_gets_of_a_client_that_does_not_read_the_answers_fill_no_memory(broker, channel):
+    channel.queue_declare("q")
+    channel.basic_publish("", "q", bytes(1024 * 1024))
+    assert channel.queue_declare("q", passive=True).method.message_count == 1
+    before = resident_bytes()
+    with opened(broker.port) as sock:
+        get = method_frame(1, encode("basic.get", queue="q"))
+        back = [method_frame(1, encode("basic.nack", delivery_tag=tag, requeue=True)) for tag in range(1, 400)]
+        sock.settimeout(2)
+        with contextlib.suppress(TimeoutError):
+            sock.sendall(b"".join(get + one for one in back))
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            assert resident_bytes() - before < 100 * 1024 * 1024
+            time.sleep(0.05)
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_queue_that_is_down_can_be_deleted_and_made_anew(broker, channel):
+    channel.queue_declare("q", durable=True)
+
+    def break_down() -> None:
+        for _ in range(6):
+            vhost = broker.broker.vhosts["/"]
+            vhost.queue_crashed(vhost.queues["q"], RuntimeError("planted"))
+
+    broker.call(break_down)
+    channel.queue_delete("q")
+    channel.queue_declare("q", durable=True)
+    channel.basic_publish("", "q", b"again")
+    assert wait_for(channel, "q")[0] == b"again"
