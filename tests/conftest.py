@@ -23,9 +23,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    import pika
+    from pika.adapters.blocking_connection import BlockingChannel
+
+    from warren.testing import RunningBroker
 
 _EXAMPLES_FULL = 1000
 
@@ -198,3 +205,39 @@ def pika_litter() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
+
+
+# ---- a broker and a pika client of it, for the suites of clients; a module that needs another kind has its own ----
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[RunningBroker]:
+    from warren.testing import running_broker  # most tests need none
+
+    with running_broker() as running:
+        yield running
+
+
+@pytest.fixture
+def connection(broker: RunningBroker) -> Iterator[pika.BlockingConnection]:
+    from tests.broker_clients import connected
+
+    with connected(broker) as connection:
+        yield connection
+
+
+@pytest.fixture
+def channel(connection: pika.BlockingConnection) -> BlockingChannel:
+    return connection.channel()
+
+
+@pytest.fixture
+def q(channel: BlockingChannel) -> Iterator[str]:
+    """A queue."""
+    from tests.broker_clients import unique
+
+    name = unique()
+    channel.queue_declare(name)
+    yield name
+    if channel.connection.is_open:
+        channel.connection.channel().queue_delete(name)

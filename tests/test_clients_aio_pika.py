@@ -20,12 +20,6 @@ from warren.testing import running_broker
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="module")
-def broker():
-    with running_broker() as running:
-        yield running
-
-
 def run(work: Awaitable[T]) -> T:
     return asyncio.run(asyncio.wait_for(work, SECONDS))
 

@@ -11,7 +11,6 @@ import subprocess
 import pytest
 
 from tests.broker_clients import SECONDS, connected, eventually, unique
-from warren.testing import running_broker
 
 TOOLS = ("amqp-publish", "amqp-consume", "amqp-get", "amqp-declare-queue", "amqp-delete-queue")
 missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -19,12 +18,6 @@ pytestmark = pytest.mark.skipif(
     bool(missing),
     reason=f"{', '.join(missing)} not found: apt-get install -y amqp-tools (package of Debian and Ubuntu)",
 )
-
-
-@pytest.fixture(scope="module")
-def broker():
-    with running_broker() as running:
-        yield running
 
 
 @pytest.fixture

@@ -98,12 +98,6 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def broker():
-    with running_broker() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def site(broker, tmp_path_factory):
     """With one worker, for all the tests that leave it alive."""
     site = Site(broker, tmp_path_factory.mktemp("celery"))

@@ -11,12 +11,6 @@ from tests.broker_clients import SECONDS, unique
 from warren.testing import running_broker
 
 
-@pytest.fixture(scope="module")
-def broker():
-    with running_broker() as running:
-        yield running
-
-
 @pytest.fixture
 def connection(broker):
     with kombu.Connection(broker.url.replace("amqp://", "pyamqp://")) as connection:

@@ -20,33 +20,6 @@ from warren.testing import running_broker
 Properties = pika.BasicProperties
 
 
-@pytest.fixture(scope="module")
-def broker():
-    with running_broker() as running:
-        yield running
-
-
-@pytest.fixture
-def connection(broker):
-    with connected(broker) as connection:
-        yield connection
-
-
-@pytest.fixture
-def channel(connection):
-    return connection.channel()
-
-
-@pytest.fixture
-def q(channel):
-    """A queue."""
-    name = unique()
-    channel.queue_declare(name)
-    yield name
-    if channel.connection.is_open:
-        channel.connection.channel().queue_delete(name)
-
-
 # ---- confirms and returns ----
 
 

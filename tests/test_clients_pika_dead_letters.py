@@ -12,7 +12,6 @@ import pytest
 from tests.broker_clients import (
     Inbox,
     RawClient,
-    connected,
     declare,
     declare_exchange,
     drain,
@@ -23,24 +22,6 @@ from tests.broker_clients import (
     settle,
     unique,
 )
-from warren.testing import running_broker
-
-
-@pytest.fixture(scope="module")
-def broker():
-    with running_broker() as running:
-        yield running
-
-
-@pytest.fixture
-def connection(broker):
-    with connected(broker) as connection:
-        yield connection
-
-
-@pytest.fixture
-def channel(connection):
-    return connection.channel()
 
 
 def test_every_death_is_counted_and_the_latest_comes_first(channel):

@@ -25,18 +25,6 @@ Basic, Channel, Connection = pamqp.commands.Basic, pamqp.commands.Channel, pamqp
 Exchange, Queue, Tx = pamqp.commands.Exchange, pamqp.commands.Queue, pamqp.commands.Tx
 
 
-@pytest.fixture(scope="module")
-def broker():
-    with running_broker() as running:
-        yield running
-
-
-@pytest.fixture
-def connection(broker):
-    with connected(broker) as connection:
-        yield connection
-
-
 # ---- mistakes that close a channel ----
 
 

@@ -23,26 +23,8 @@ from tests.broker_clients import (
     settle,
     unique,
 )
-from warren.testing import running_broker
 
 Properties = pika.BasicProperties
-
-
-@pytest.fixture(scope="module")
-def broker():
-    with running_broker() as running:
-        yield running
-
-
-@pytest.fixture
-def connection(broker):
-    with connected(broker) as connection:
-        yield connection
-
-
-@pytest.fixture
-def channel(connection):
-    return connection.channel()
 
 
 def is_gone(channel, queue: str) -> bool:

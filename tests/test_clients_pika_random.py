@@ -22,15 +22,8 @@ import pika.exceptions
 import pytest
 
 from tests.broker_clients import RawClient, eventually, parameters, pump, settle, unique
-from warren.testing import running_broker
 
 PASSIVE = pamqp.commands.Exchange.Declare(exchange="amq.direct", passive=True)
-
-
-@pytest.fixture(scope="module")
-def broker():
-    with running_broker() as running:
-        yield running
 
 
 @dataclass

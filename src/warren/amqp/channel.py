@@ -75,8 +75,7 @@ class Channel(Declarations):
         if bits & _IMMEDIATE:
             raise AmqpError(540, "immediate=true", 60, 40)
         self._allow("write", "exchange", exchange)
-        router = self.vhost.router
-        known = router.exchanges.get(exchange)
+        known = self.vhost.router.exchanges.get(exchange)
         if known is None:
             raise AmqpError(404, f"no exchange '{exchange}' in vhost '{self.vhost.name}'", 60, 40)
         if known.internal:
@@ -92,22 +91,24 @@ class Channel(Declarations):
                     self._check_special(decode_head(entry.head).properties, entry)
             self.transaction.publish(exchange, routing_key, mandatory, property_flags, entries)
             return
-        if property_flags & _SPECIAL or known.needs_message or known.delayed or routing_key.startswith(REPLY_TO):
-            self._publish_each(known, routing_key, mandatory, entries)
-        else:
-            self.deliver(router.route(exchange, routing_key), mandatory, entries)
+        self._route(known, routing_key, mandatory, property_flags, entries)
 
     def publish_now(
         self, exchange: str, routing_key: str, mandatory: bool, property_flags: int, entries: list[Entry]
     ) -> None:
         """What a transaction held back. Its exchange may be gone by now."""
         known = self.vhost.router.exchanges.get(exchange)
-        if known is None:
-            return
-        if property_flags & _SPECIAL or known.needs_message or known.delayed or routing_key.startswith(REPLY_TO):
-            self._publish_each(known, routing_key, mandatory, entries)
+        if known is not None:
+            self._route(known, routing_key, mandatory, property_flags, entries)
+
+    def _route(
+        self, exchange: Exchange, routing_key: str, mandatory: bool, property_flags: int, entries: list[Entry]
+    ) -> None:
+        special = property_flags & _SPECIAL or exchange.needs_message or exchange.delayed
+        if special or routing_key.startswith(REPLY_TO):
+            self._publish_each(exchange, routing_key, mandatory, entries)
         else:
-            self.deliver(self.vhost.router.route(exchange, routing_key), mandatory, entries)
+            self.deliver(self.vhost.router.route(exchange.name, routing_key), mandatory, entries)
 
     def _publish_each(self, exchange: Exchange, routing_key: str, mandatory: bool, entries: list[Entry]) -> None:
         """One by one. Who repeats this after a full disk repeats only what was not done: the list is emptied."""

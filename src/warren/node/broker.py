@@ -9,7 +9,6 @@ await broker.stop()
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import shutil
@@ -30,14 +29,13 @@ from warren.node.status_page import Status
 from warren.node.tls import TlsListener, context_for
 from warren.node.users import Users
 from warren.vhost.grants import pack
-from warren.vhost.permissions import Permissions
+from warren.vhost.permissions import Permissions, loopback_allowed
 from warren.vhost.supervisor import RUNNING, Supervisor, VhostProcess
-from warren.vhost.vhost import Vhost
+from warren.vhost.vhost import Vhost, close_connections
 
 log = logging.getLogger("warren.node")
 
 _BACKLOG = 1024
-_GOODBYE_SECONDS = 2.0
 _NOTHING = {"pid": 0, "connections": 0, "channels": 0, "alarms": [], "queues": []}
 
 
@@ -184,10 +182,7 @@ class Broker:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        for vhost in self.vhosts.values():
-            for connection in list(vhost.connections):
-                connection.fail(AmqpError(320, "broker forced connection closure with reason 'shutdown'"))
-        await self._goodbye()
+        await close_connections(self.vhosts.values())
         for vhost in list(self.vhosts.values()):
             await vhost.stop()
         self.vhosts.clear()
@@ -198,15 +193,6 @@ class Broker:
         if self._users is not None:
             self._users.close()
             self._users = None
-
-    async def _goodbye(self) -> None:
-        """A moment for clients to answer; then they are cut off."""
-        closing = [connection for vhost in self.vhosts.values() for connection in vhost.departing]
-        deadline = time.monotonic() + _GOODBYE_SECONDS
-        while any(connection.state != "closed" for connection in closing) and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        for connection in closing:
-            connection.abort()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -287,12 +273,7 @@ class Broker:
         return self.users.authenticate(user, password) is not None
 
     def may_connect_from(self, user: str, address: str) -> bool:
-        if user not in self.config.loopback_users:
-            return True
-        try:
-            return ipaddress.ip_address(address).is_loopback
-        except ValueError:
-            return False
+        return loopback_allowed(user, address, self.config.loopback_users)
 
     def refusal(self, user: str, vhost: str) -> str | None:
         if not self.users.has_vhost(vhost):

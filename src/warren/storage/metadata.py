@@ -654,6 +654,3 @@ def _binding_row(binding: DurableBinding) -> tuple[str, str, str, str, str]:
     what = f"the arguments of the binding from {binding.source!r} to {binding.destination_kind} {binding.destination!r}"
     arguments = to_json(binding.arguments, what, sort_names=True)
     return binding.source, binding.destination_kind, binding.destination, binding.routing_key, arguments
-
-
-# ---- JSON with tags ----

@@ -17,17 +17,15 @@ from typing import Any
 import uvloop
 
 from warren.amqp.connection import Connection
-from warren.amqp.errors import AmqpError
 from warren.errors import StoreLockedError, WarrenError
 from warren.vhost.control import ControlSocket, Message
 from warren.vhost.grants import Grants
 from warren.vhost.permissions import Permissions
-from warren.vhost.vhost import Vhost
+from warren.vhost.vhost import Vhost, close_connections
 
 log = logging.getLogger("warren.vhost")
 
 _LOCK_SECONDS = 15.0  # that a predecessor, whose node died, has to finish
-_GOODBYE_SECONDS = 2.0
 
 
 def run(sock: socket.socket, arguments: dict[str, Any]) -> int:
@@ -80,15 +78,7 @@ class _Process:
                 await asyncio.sleep(0.1)
 
     async def _stop(self) -> None:
-        for vhost in self._vhosts.values():
-            for connection in list(vhost.connections):
-                connection.fail(AmqpError(320, "broker forced connection closure with reason 'shutdown'"))
-        leaving = [connection for vhost in self._vhosts.values() for connection in vhost.departing]
-        deadline = time.monotonic() + _GOODBYE_SECONDS
-        while any(connection.state != "closed" for connection in leaving) and time.monotonic() < deadline:
-            await asyncio.sleep(0.005)
-        for connection in leaving:
-            connection.abort()
+        await close_connections(self._vhosts.values())
         for vhost in self._vhosts.values():
             await vhost.stop()
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ log = logging.getLogger("warren.vhost")
 
 QUORUM_DELIVERY_LIMIT = 20
 _MOVE_RETRY_SECONDS = 0.002
+_GOODBYE_SECONDS = 2.0  # that clients have to answer when the broker stops
 QUEUE_RESTARTS, QUEUE_RESTART_SECONDS = 5, 10.0
 
 
@@ -603,6 +604,20 @@ class Vhost:
             "alarms": sorted(self.alarms),
             "queues": [queue.info() for queue in self.queues.values()],
         }
+
+
+async def close_connections(vhosts: Iterable[Vhost]) -> None:
+    """Tell all clients that the broker stops, give them a moment to answer, then cut them off."""
+    leaving: list[Any] = []
+    for vhost in vhosts:
+        for connection in list(vhost.connections):
+            connection.fail(AmqpError(320, "broker forced connection closure with reason 'shutdown'"))
+        leaving += vhost.departing
+    deadline = time.monotonic() + _GOODBYE_SECONDS
+    while any(connection.state != "closed" for connection in leaving) and time.monotonic() < deadline:
+        await asyncio.sleep(0.005)
+    for connection in leaving:
+        connection.abort()
 
 
 def _shown(value: object) -> str:
