@@ -336,6 +336,10 @@ class _Verifier:
             end = len(data.rstrip(b"\0"))
             for offset, length in damaged:
                 torn = offset + length >= end and (newest or offset >= _torn_from(data))
+                # Zeros at the end count as never written; where a record says that it is so long, they are its own.
+                claimed = 8 + int.from_bytes(data[offset : offset + 4], "little")
+                if length < claimed <= len(data) - offset:
+                    length = claimed
                 why = (
                     "end of a journal file, torn by a crash: it was never confirmed"
                     if torn
