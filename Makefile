@@ -20,7 +20,10 @@ STAMPS := $(addprefix build/kernel/,$(MODULES))
 # make run ARGS=..., make bench ARGS=..., make test ARGS="-k journal": passed on to the command.
 ARGS ?=
 
-.PHONY: help setup kernel run test test-full test-compiled compiled lint bench bench-rabbitmq differential clean modules
+# Two tests at a time; those that share a Spark session stay together. PARALLEL= runs them one after the other.
+PARALLEL ?= -n 2 --dist loadgroup
+
+.PHONY: help setup kernel run demo test test-full test-compiled compiled lint bench bench-rabbitmq differential clean modules
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,10 +41,10 @@ run: setup ## the broker, with its data in ./data
 	$(BIN)/warren serve --data-dir data $(ARGS)
 
 test: lint ## lint, then all tests at a tenth of their size
-	WARREN_TEST_SCALE=small $(BIN)/python -m pytest $(ARGS)
+	WARREN_TEST_SCALE=small $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-full: lint ## lint, then all tests at full size; writes docs/reliability/
-	WARREN_TEST_SCALE=full $(BIN)/python -m pytest $(ARGS)
+	WARREN_TEST_SCALE=full $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 lint: setup ## style, types and the direction of imports
 	$(BIN)/ruff check .
@@ -61,10 +64,13 @@ compiled: setup ## the package with its logic compiled by mypyc, in build/compil
 	@$(MAKE) --no-print-directory $(COMPILED)/.built
 
 test-compiled: compiled ## all tests at a tenth of their size against the compiled package
-	PYTHONPATH=$(COMPILED) WARREN_TEST_SCALE=small $(BIN)/python -m pytest $(ARGS)
+	PYTHONPATH=$(COMPILED) WARREN_TEST_SCALE=small $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 differential: setup ## the same programs against Warren and Debian's RabbitMQ, compared
 	$(BIN)/python -m differential $(ARGS)
+
+demo: setup ## a broker, a flow of orders, exactly-once into Parquet, with a crash in the middle
+	$(BIN)/python -m examples.demo $(ARGS)
 
 bench-rabbitmq: compiled ## Warren beside RabbitMQ, which Debian has
 	PYTHONPATH=$(COMPILED) $(BIN)/python -m bench.rabbitmq $(ARGS)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from bench import pipeline, rows
 from bench.harness import Row, fdatasync_microseconds, write_report
-from bench.rows import ROWS
+
+ROWS = {**rows.ROWS, **pipeline.ROWS}
 
 
 def main() -> None:
@@ -17,15 +19,15 @@ def main() -> None:
     options = parser.parse_args()
     p50, p99 = fdatasync_microseconds()
     print(f"fdatasync p50 {p50:.0f} us, p99 {p99:.0f} us")
-    rows: list[Row] = []
+    found: list[Row] = []
     for name in options.rows.split(","):
         print(f"{name}", flush=True)
         for row in ROWS[name](options.repeat, options.size):
             print(f"  {row.name}: {row.figure} (target: {row.target}) {'ok' if row.holds else 'MISSED'}", flush=True)
-            rows.append(row)
+            found.append(row)
     if options.size == 1.0:
         command = " ".join(["python -m bench", *sys.argv[1:]])
-        print(f"written to {write_report(rows, command, options.repeat, p50, p99)}")
+        print(f"written to {write_report(found, command, options.repeat, p50, p99)}")
 
 
 if __name__ == "__main__":

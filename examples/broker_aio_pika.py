@@ -12,7 +12,7 @@ import os
 import aio_pika
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
-URL = os.environ.get("WARREN_URL", "amqp://guest:guest@localhost/")
+URL = os.environ.get("AMQP_URL", "amqp://guest:guest@localhost/")
 EVENTS = ("user.created", "user.deleted", "order.created", "order.paid", "order.paid")
 
 

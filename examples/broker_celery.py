@@ -11,7 +11,7 @@ import os
 
 from celery import Celery, chain
 
-URL = os.environ.get("WARREN_URL", "amqp://guest:guest@localhost/")
+URL = os.environ.get("AMQP_URL", "amqp://guest:guest@localhost/")
 
 app = Celery("shop", broker=URL, backend="rpc://")
 app.conf.update(

@@ -11,7 +11,7 @@ import os
 
 import pika
 
-URL = os.environ.get("WARREN_URL", "amqp://guest:guest@localhost/")
+URL = os.environ.get("AMQP_URL", "amqp://guest:guest@localhost/")
 ORDERS = 20
 
 

@@ -15,7 +15,7 @@ import os
 import pika
 from pika.adapters.blocking_connection import BlockingChannel
 
-URL = os.environ.get("WARREN_URL", "amqp://guest:guest@localhost/")
+URL = os.environ.get("AMQP_URL", "amqp://guest:guest@localhost/")
 RETRIES = 3
 WAIT_MILLISECONDS = 200
 

@@ -12,7 +12,7 @@ import uuid
 
 import pika
 
-URL = os.environ.get("WARREN_URL", "amqp://guest:guest@localhost/")
+URL = os.environ.get("AMQP_URL", "amqp://guest:guest@localhost/")
 REPLY_TO = "amq.rabbitmq.reply-to"  # a name that stands for: to this channel
 
 

@@ -23,6 +23,7 @@ import pika
 import pika.exceptions
 
 from warren.node.users import Users
+from warren.pipeline.broker_client import BrokerClient, Credentials
 
 logging.getLogger("pika").setLevel(logging.CRITICAL)  # connections are lost all the time here
 
@@ -92,15 +93,42 @@ class Served:
             time.sleep(0.02)
         raise AssertionError(f"vhost {vhost} does not come up: {self.log.read_text()}")
 
-    def url(self, vhost: str = "/") -> str:
-        return f"amqp://guest:guest@127.0.0.1:{self.port}/{quote(vhost, safe='')}"
+    @property
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def url(self) -> str:
+        return self.vhost_url("/")
+
+    @property
+    def http_url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def vhost_url(self, vhost: str, user: str = "guest", password: str = "guest") -> str:
+        return f"amqp://{quote(user)}:{quote(password)}@127.0.0.1:{self.port}/{quote(vhost, safe='')}"
+
+    def ask(self, request: str, **arguments: Any) -> dict[str, Any]:
+        with BrokerClient(self.http_url, Credentials(user="guest", password="guest")) as client:
+            return client.call(request, **arguments)
+
+    def queue_info(self, queue: str, vhost: str = "/") -> dict[str, Any]:
+        [info] = self.ask("queues/list", vhost=vhost, queues=[queue])["queues"]
+        found: dict[str, Any] = info
+        return found
+
+    def queue_names(self, vhost: str = "/") -> list[str]:
+        return [info["name"] for info in self.ask("queues/list", vhost=vhost)["queues"]]
+
+    def peers(self, vhost: str = "/") -> dict[str, int]:
+        return {one["peer"]: one["heartbeat"] for one in self.ask("connections/list", vhost=vhost)["connections"]}
 
     def connect(self, vhost: str = "/") -> pika.BlockingConnection:
         """A client that tries again, as clients do."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                return pika.BlockingConnection(pika.URLParameters(self.url(vhost)))
+                return pika.BlockingConnection(pika.URLParameters(self.vhost_url(vhost)))
             except (pika.exceptions.AMQPError, OSError):
                 assert time.monotonic() < deadline, self.log.read_text()
                 time.sleep(0.02)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import pika
     from pika.adapters.blocking_connection import BlockingChannel
 
+    from tests.broker_process import Served
     from warren.testing import RunningBroker
 
 _EXAMPLES_FULL = 1000
@@ -81,6 +82,13 @@ def pytest_configure(config: pytest.Config) -> None:
     is_xdist_worker = hasattr(config, "workerinput")
     if scale.full and not is_xdist_worker:
         config.pluginmanager.register(ReliabilityReport(config), "warren-reliability-report")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a Spark session run in one process, or each would start a JVM of its own."""
+    for item in items:
+        if "spark" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("spark"))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -210,16 +218,38 @@ def pika_litter() -> Iterator[None]:
 # ---- a broker and a pika client of it, for the suites of clients; a module that needs another kind has its own ----
 
 
-@pytest.fixture(scope="module")
-def broker() -> Iterator[RunningBroker]:
-    from warren.testing import running_broker  # most tests need none
+MODES = ("processes", "inline")  # how a broker runs: as `warren serve` does it, one process a vhost, and with --inline
 
-    with running_broker() as running:
-        yield running
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The suites of clients run against both kinds of broker."""
+    if "broker" in metafunc.fixturenames and metafunc.module.__name__.split(".")[-1].startswith("test_clients_"):
+        metafunc.parametrize("broker", MODES, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def broker(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningBroker | Served]:
+    from tests.broker_process import served  # most tests need none
+    from warren.node.users import Users
+    from warren.testing import running_broker
+
+    data = tmp_path_factory.mktemp("broker") / "data"
+    data.mkdir()
+    with Users(data) as users:
+        users.add_user("clerk", "secret")
+        users.set_permissions("clerk", "/", "^own-", "^own-", "^own-")
+    if getattr(request, "param", "inline") == "inline":
+        with running_broker(str(data)) as running:
+            yield running
+    else:
+        with served(data, "--durability", "os") as processes:
+            yield processes
 
 
 @pytest.fixture
-def connection(broker: RunningBroker) -> Iterator[pika.BlockingConnection]:
+def connection(broker: RunningBroker | Served) -> Iterator[pika.BlockingConnection]:
     from tests.broker_clients import connected
 
     with connected(broker) as connection:

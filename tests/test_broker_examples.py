@@ -67,7 +67,7 @@ def run(example: str, url: str, warnings: str = "error") -> list[str]:
         text=True,
         timeout=SECONDS,
         cwd=ROOT,
-        env=os.environ | {"WARREN_URL": url},
+        env=os.environ | {"AMQP_URL": url},
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -86,7 +86,7 @@ def test_the_celery_example_runs_with_a_worker(served, tmp_path):
     with (
         log.open("wb") as output,
         subprocess.Popen(
-            [sys.executable, *command], stdout=output, stderr=output, env=os.environ | {"WARREN_URL": served}, cwd=ROOT
+            [sys.executable, *command], stdout=output, stderr=output, env=os.environ | {"AMQP_URL": served}, cwd=ROOT
         ) as worker,
     ):
         try:

@@ -165,7 +165,7 @@ def test_a_vhost_that_keeps_failing_stays_down_and_says_so(tmp_path):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
         with pytest.raises(pika.exceptions.AMQPError, match="down"):
-            pika.BlockingConnection(pika.URLParameters(broker.url("other")))
+            pika.BlockingConnection(pika.URLParameters(broker.vhost_url("other")))
         broker.connect().channel().queue_declare("the others go on")
 
 

@@ -91,7 +91,7 @@ def test_a_consumer_waits_on_an_exchange_with_a_queue_of_its_own(broker):
         stderr=subprocess.PIPE,
     )
     try:
-        eventually(lambda: any(queue.consumers for queue in list(broker.broker.vhosts["/"].queues.values())))
+        eventually(lambda: any(broker.queue_info(name)["consumers"] for name in broker.queue_names()))
         with connected(broker) as connection:
             channel = connection.channel()
             for key, body in (("news.a", b"1"), ("weather", b"2"), ("news.b.c", b"3")):
@@ -102,7 +102,7 @@ def test_a_consumer_waits_on_an_exchange_with_a_queue_of_its_own(broker):
         consumer.wait()
     assert output == b"13"
     assert errors.startswith(b"Server provided queue name: amq.gen-")
-    eventually(lambda: not any(name.startswith("amq.gen-") for name in list(broker.broker.vhosts["/"].queues)))
+    eventually(lambda: not any(name.startswith("amq.gen-") for name in broker.queue_names()))
 
 
 def test_properties_and_persistence_reach_other_clients(tool, broker):

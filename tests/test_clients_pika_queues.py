@@ -57,7 +57,7 @@ def test_an_exclusive_queue_is_its_connections_own_and_goes_with_it(broker, chan
         publish(channel, name, b"y")  # to publish to it is nobody's secret
         settle(channel)
         assert drain(own, name) == [b"x", b"y"]
-    eventually(lambda: name not in broker.broker.vhosts["/"].queues)
+    eventually(lambda: name not in broker.queue_names())
     assert is_gone(channel, name)
 
 
@@ -126,7 +126,7 @@ def test_delete_looks_at_its_conditions_first(channel):
 def test_an_unused_queue_expires_and_a_used_one_does_not(broker, channel):
     idle, consumed = declare(channel, x_expires=150), declare(channel, x_expires=150)
     channel.basic_consume(consumed, Inbox())
-    eventually(lambda: idle not in broker.broker.vhosts["/"].queues)
+    eventually(lambda: idle not in broker.queue_names())
     assert is_gone(channel, idle)
     channel.queue_declare(consumed, passive=True)
 
@@ -136,7 +136,7 @@ def test_a_get_gives_an_expiring_queue_its_time_again(broker, channel):
     started = time.monotonic()
     while time.monotonic() - started < 0.8:  # twice its time, and used at every moment
         channel.basic_get(name)
-    eventually(lambda: name not in broker.broker.vhosts["/"].queues)
+    eventually(lambda: name not in broker.queue_names())
 
 
 # ---- exchanges ----

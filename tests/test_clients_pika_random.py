@@ -186,8 +186,7 @@ class Chaos:
             line.connection._impl._transport._sock.shutdown(socket.SHUT_RDWR)
             with pytest.raises(pika.exceptions.AMQPError):
                 pump(line.connection, lambda: False)
-            served = self.broker.broker.vhosts["/"].connections
-            eventually(lambda: line.address not in {other.peer for other in list(served)})
+            eventually(lambda: line.address not in self.broker.peers())
 
     def close(self) -> None:
         self.publisher.socket.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import re
 import shlex
 import tomllib
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import warren
+from tests.spark_session import spark as spark
 from warren.cli.main import app
 from warren.testing import running_broker
 
@@ -23,16 +25,21 @@ ROOT = Path(__file__).resolve().parent.parent
 def blocks(document: str, language: str) -> list[tuple[int, str]]:
     """Line number and content of the fenced blocks of one language."""
     text = (ROOT / document).read_text()
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+    # Of all languages, or the end of one block would be taken for the beginning of another.
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(2)) + 1, match[2]) for match in found if match[1] == language]
 
 
 def run_blocks(document: str) -> None:
     """With a broker at the address that the documents name."""
     namespace: dict[str, object] = {"__name__": "__main__", "pika": pika}
-    with running_broker() as broker:
+    with running_broker(http=True) as broker:
         for line, code in blocks(document, "python"):
             code = code.replace("amqp://guest:guest@127.0.0.1/", broker.url)
+            code = code.replace("http://127.0.0.1:15672", broker.http_url)
+            # Spark's idea of the current directory is that of its start.
+            code = code.replace('"lake/orders"', repr(os.path.abspath("lake")))
+            code = code.replace('"checkpoint"', repr(os.path.abspath("checkpoint")))
             # The lines before it stay empty, so that a traceback has the document's line numbers.
             exec(compile("\n" * (line - 1) + code, str(ROOT / document), "exec"), namespace)
         if "test_orders" in namespace:
@@ -40,7 +47,7 @@ def run_blocks(document: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.usefixtures("pika_litter")
+@pytest.mark.usefixtures("pika_litter", "spark")
 @pytest.mark.parametrize(("document", "at_least"), [("README.md", 4), ("docs/library.md", 10), ("docs/broker.md", 2)])
 def test_the_python_blocks_of_a_document_run(document, at_least, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -49,15 +56,20 @@ def test_the_python_blocks_of_a_document_run(document, at_least, tmp_path, monke
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.usefixtures("pika_litter")
+@pytest.mark.usefixtures("pika_litter", "spark")
 def test_the_commands_of_the_readme_run_after_its_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_blocks("README.md")
     with warren.open("data") as store:
         store.queue("orders").publish(b"for browse")
     lines = [line for _, block in blocks("README.md", "") for line in block.splitlines() if line.startswith("$ warren")]
-    assert len(lines) == 5
+    on_spark = [line for line in lines if line.startswith("$ warren spark ")]
+    assert (len(lines), len(on_spark)) == (9, 4)
+    for line in on_spark:  # test_pipeline_cli.py runs them
+        assert CliRunner().invoke(app, ["spark", line.split()[3], "--help"]).exit_code == 0
     for line in lines:
+        if line in on_spark:
+            continue
         result = CliRunner().invoke(app, shlex.split(line.removeprefix("$ warren"), comments=True))
         assert result.exit_code == 0, (line, result.output)
     with warren.open("restored") as store:

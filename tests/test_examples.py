@@ -36,7 +36,8 @@ def test_an_example_runs_and_says_what_it_did(tmp_path, example, last_line):
 
 def test_every_example_is_tested():
     own = sorted(path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("broker_"))
-    assert own == ["asyncio_worker.py", "outbox.py", "work_queue.py"]  # the others: test_broker_examples.py
+    # The others: test_broker_examples.py, test_pipeline_examples.py.
+    assert own == ["asyncio_worker.py", "demo.py", "outbox.py", "work_queue.py"]
 
 
 def test_the_demonstration_runs_without_a_terminal_and_loses_nothing():

@@ -36,6 +36,7 @@ import warren.storage
 from tests.fault_workload import SCRIPT, SETTINGS, Driver, Witness, check, in_parts, open_store, work_on
 from tests.faulty_disk import Call, FaultyDisk, Mode
 from warren.errors import DiskFullError, StoreFailedError
+from warren.kernel.entry import Entry
 from warren.storage.disk import Disk
 from warren.storage.store_format import HEADER_BYTES, data_header
 
@@ -562,7 +563,11 @@ def test_every_call_site_was_failed_at_least_once(failures, scale, seed, record_
 _MEMORY = "test_a_start_in_memory_durability_fails_clearly_or_not_at_all"
 _QUARANTINE = "test_a_quarantine_that_cannot_be_written_keeps_nobody_from_the_other_messages"
 _COPIES = "test_a_start_after_a_killed_compaction_fails_clearly_or_not_at_all"
+_READERS = "test_a_snapshot_for_readers_fails_clearly_or_is_whole"
 ELSEWHERE = {
+    "snapshot.py: disk.replace(os.path.join(target, TRANSIENTS), pack_header(JOURNAL_MAGIC, 0, 0, 0) + bytes(buffer))": (
+        _READERS
+    ),
     "message_store.py: disk.sync_dir(path)": _COPIES,
     "vhost_opening.py: self.disk.listdir(os.path.join(self.root, 'journal'))": _MEMORY,
     "vhost_opening.py: self.disk.remove_tree(os.path.join(self.root, part))": _MEMORY,
@@ -667,6 +672,31 @@ def test_a_start_after_a_killed_compaction_fails_clearly_or_not_at_all(arena, hi
     assert reached(fail_each_call(arena, patient_work), _COPIES)
 
 
+def test_a_snapshot_for_readers_fails_clearly_or_is_whole(arena):
+    """One with everything in it, also what is in RAM and what a volatile queue holds."""
+
+    def work(disk: FaultyDisk) -> None:
+        try:
+            store = open_store(disk, f"{disk.root}/data")
+            for name, arguments in (("a", {}), ("v", {"x-backing-queue": "volatile"})):
+                queue = store.declare(name, arguments=arguments)
+                store.reserve(queue, 3)
+                with store.lock:
+                    first = queue.seqs.take(3)
+                    entries = [Entry(first + n, b"\0\0\0\0", bytes(size)) for n, size in enumerate((5, 900, 7))]
+                    queue.backing.publish(entries)
+            target = store.snapshot(f"{disk.root}/copy", transients=True)
+            with contextlib.suppress(OSError):  # the test's own look at the disk failed
+                assert disk.exists(f"{target}/manifest.json")
+                assert disk.size(f"{target}/transients.wal") > 900
+            assert [len(queue.backing) for queue in store.queues.values()] == [3, 3]
+            store.close()
+        except StoreFailedError:
+            pass
+
+    assert reached(fail_each_call(arena, work), _READERS)
+
+
 def test_a_quarantine_that_cannot_be_written_keeps_nobody_from_the_other_messages(arena):
     def work(disk: FaultyDisk) -> None:
         witness = Witness()
@@ -705,7 +735,7 @@ def call_sites() -> dict[str, list[str]]:
     """Where `storage/` calls a disk or a file: "file.py: source of the call" -> its lines, as "file.py:120"."""
     found: dict[str, list[str]] = {}
     for path in sorted(Path(warren.storage.__path__[0]).glob("*.py")):
-        if path.name in ("disk.py", "verify.py", "queue_database.py", "sqlite_queue.py"):
+        if path.name in ("disk.py", "verify.py", "verify_files.py", "queue_database.py", "sqlite_queue.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_disk_call(node.func):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from warren.amqp.declarations import REPLY_TO, Declarations
 from warren.amqp.errors import AmqpError, HardError
 from warren.amqp.methods import encode
+from warren.amqp.statistics import ChannelStatistics
 from warren.amqp.transaction import Transaction
 from warren.kernel.entry import Entry
 from warren.kernel.frame_writer import ack_frame, content, deliveries, nack_frame
@@ -55,7 +56,8 @@ class Channel(Declarations):
         self.flowing = True
         self.confirming = False
         self.transaction: Transaction | None = None
-        self.published = self.confirmed_count = self.returned_count = 0
+        self.statistics = ChannelStatistics()
+        self._sent: deque[tuple[int, float]] = deque()  # (delivery tag, when), a few a minute, for the consumer timeout
         self._queue_numbers: dict[QueueProcess, int] = {}
         self._queues: list[QueueProcess] = []
         self._consumers: list[Consumer | None] = [None]  # 0 stands for basic.get
@@ -83,7 +85,8 @@ class Channel(Declarations):
                 403, f"cannot publish to internal exchange '{exchange}' in vhost '{self.vhost.name}'", 60, 40
             )
         self.connection.check_topic(known, routing_key)
-        self.published += len(entries)
+        confirming = self.confirming and self.transaction is None
+        self.statistics.published(exchange, len(entries), self._next_number + len(entries) - 1 if confirming else None)
         mandatory = bool(bits & _MANDATORY)
         if self.transaction is not None:
             if property_flags & _SPECIAL:
@@ -217,8 +220,8 @@ class Channel(Declarations):
         self._settle_publish(rejected, journaled, len(entries))
 
     def _return(self, entry: Entry) -> None:
-        self.returned_count += 1
         head = decode_head(entry.head)
+        self.statistics.exchange(head.exchange).return_unroutable += 1
         method = encode(
             "basic.return",
             reply_code=312,
@@ -265,10 +268,10 @@ class Channel(Declarations):
             count = end - self._confirmed
             if count:
                 self.connection.send(ack_frame(self.number, end, count > 1))
-                self.confirmed_count += count
             if end < last:
                 end = self._nacked.popleft()
             self._confirmed = end
+        self.statistics.confirmed(self._confirmed)
 
     # -- deliveries --------------------------------------------------------------------------------------------------
 
@@ -288,10 +291,41 @@ class Channel(Declarations):
         else:
             assert queue is not None
             first = self.unacked.add(self._number_of(queue), consumer.number, entries)
+            self._note_sent(first)
         below, returned = (queue.redelivered_below, queue.returned) if queue is not None else (0, _NOTHING)
+        if queue is not None:
+            counts = self.statistics.queue(queue.name)
+            if consumer.no_ack:
+                counts.deliver_no_ack += len(entries)
+            else:
+                counts.deliver += len(entries)
+            if returned or entries[0].seq < below:  # else there is nothing to look for, entry by entry
+                counts.redeliver += sum(entry.seq < below or entry.seq in returned for entry in entries)
         self.connection.send(
             deliveries(self.number, consumer.tag_bytes, first, entries, below, returned, self.connection.frame_max)
         )
+
+    def _note_sent(self, tag: int) -> None:
+        """When a delivery went out, as exactly as the consumer timeout needs it."""
+        if self.vhost.consumer_timeout:
+            now = self.vhost.clock()
+            if not self._sent or now - self._sent[-1][1] >= self.vhost.consumer_timeout / 8:
+                self._sent.append((tag, now))
+
+    def check_timeout(self) -> None:
+        """Raises AmqpError when a delivery has waited for its ack for too long."""
+        oldest = self.unacked.first()
+        while len(self._sent) > 1 and (not oldest or self._sent[1][0] <= oldest):
+            self._sent.popleft()
+        if not oldest:
+            self._sent.clear()
+        elif self._sent and self.vhost.clock() - self._sent[0][1] > self.vhost.consumer_timeout:
+            milliseconds = int(self.vhost.consumer_timeout * 1000)
+            raise AmqpError(
+                406,
+                f"delivery acknowledgement on channel {self.number} timed out. Timeout value used: {milliseconds} ms. This "
+                "timeout value can be configured: consumer_timeout",
+            )
 
     def cancelled(self, consumer: Consumer) -> None:
         """Of `Receiver`: the queue went away."""
@@ -358,6 +392,7 @@ class Channel(Declarations):
     def _settle(self, queue: int, consumer: int, seqs: list[int], how: str) -> None:
         owner = self._queues[queue]
         if how == "ack":
+            self.statistics.queue(owner.name).ack += len(seqs)
             owner.ack(seqs)
         else:
             owner.reject(seqs)
@@ -503,7 +538,15 @@ class Channel(Declarations):
             self.reply("basic.get-empty")
             return
         entry, redelivered = found
-        tag = self.unacked.skip(1) if no_ack else self.unacked.add(self._number_of(source), 0, [entry])
+        counts = self.statistics.queue(source.name)
+        if no_ack:
+            tag = self.unacked.skip(1)
+            counts.get_no_ack += 1
+        else:
+            tag = self.unacked.add(self._number_of(source), 0, [entry])
+            self._note_sent(tag)
+            counts.get += 1
+        counts.redeliver += redelivered
         head = decode_head(entry.head)
         method = encode(
             "basic.get-ok",

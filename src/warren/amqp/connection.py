@@ -322,6 +322,16 @@ class Connection(asyncio.Protocol):
             ),
         )
 
+    def check_timeouts(self) -> None:
+        """Close channels whose deliveries have waited for their acks for too long."""
+        for number, channel in list(self.channels.items()):
+            if not channel.closing and self.state == OPEN:
+                try:
+                    channel.check_timeout()
+                except AmqpError as error:
+                    self._error(error, (METHOD, number))
+                    self.schedule_flush()
+
     def fail(self, error: AmqpError) -> None:
         """Close the connection from our side, and say why."""
         if self.state != OPEN:

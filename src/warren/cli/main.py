@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import warren
-from warren.cli import bench, config, serve, store
+from warren.cli import bench, config, leases, serve, snapshots, spark, store
 
 app = typer.Typer(
     name="warren",
@@ -20,6 +20,9 @@ app = typer.Typer(
 app.add_typer(store.app, name="store", help="Look at, check, copy and restore data directories that no process owns.")
 
 app.add_typer(config.app, name="config", help="What a node would run with, and where each value comes from.")
+app.add_typer(leases.app, name="leases", help="What streams of Spark hold of a running broker's queues.")
+app.add_typer(snapshots.app, name="snapshots", help="What readers hold of a running broker's store.")
+app.add_typer(spark.app, name="spark", help="Jobs on Spark: verify, recover, compact, archive, replay, report, sql.")
 app.command("serve")(serve.serve)
 app.command("bench")(bench.bench)
 

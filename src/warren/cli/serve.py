@@ -15,8 +15,8 @@ import uvloop
 from warren.errors import WarrenError
 from warren.node.broker import Broker
 from warren.node.config import Config, ConfigError
+from warren.node.http import HttpServer
 from warren.node.logs import configure
-from warren.node.status_page import StatusServer
 from warren.vhost.zygote import start_zygote
 
 log = logging.getLogger("warren.node")
@@ -64,10 +64,11 @@ async def _run(config: Config, zygote: tuple[socket.socket, int] | None) -> None
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    status = StatusServer(config.host, config.http_port, broker.status, lambda: broker.ready)
+    status = HttpServer(broker)
     await status.start()
     try:
         await broker.start()
+        status.announce()
         _announce(config, broker, status)
         await _first(stopping, broker.given_up)
         log.info("stopping")

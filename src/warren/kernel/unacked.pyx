@@ -137,6 +137,14 @@ cdef class Unacked:
                 found.append(self.rows[i].mark >> 1)
         return found
 
+    def first(self):
+        """The lowest tag that is outstanding; 0: none is."""
+        cdef Py_ssize_t i
+        for i in range(self.start, self.stop):
+            if not self.rows[i].mark & 1:
+                return self.rows[i].mark >> 1
+        return 0
+
     def room(self):
         """How many rows there is memory for."""
         return self.room_rows

@@ -30,12 +30,14 @@ from warren.node.tls import TlsListener, context_for
 from warren.node.users import Users
 from warren.vhost.grants import pack
 from warren.vhost.permissions import Permissions, loopback_allowed
+from warren.vhost.refused import Refused
 from warren.vhost.supervisor import RUNNING, Supervisor, VhostProcess
 from warren.vhost.vhost import Vhost, close_connections
 
 log = logging.getLogger("warren.node")
 
 _BACKLOG = 1024
+_DATA_SECONDS = 120.0
 _NOTHING = {"pid": 0, "connections": 0, "channels": 0, "alarms": [], "queues": []}
 
 
@@ -64,6 +66,10 @@ class Broker:
         if self._zygote is not None:
             return self._started and all(process.state == RUNNING for process in self._processes.values())
         return self._started and all(name in self.vhosts for name in self.users.vhosts())
+
+    @property
+    def started(self) -> bool:
+        return self._started
 
     @property
     def users(self) -> Users:
@@ -104,6 +110,7 @@ class Broker:
                 "data_dir": str(config.data_dir),
                 "durability": config.durability,
                 "max_message_size": config.max_message_size,
+                "consumer_timeout": config.consumer_timeout,
                 "queue_type_aliases": dict(config.queue_type_aliases),
             },
             max_restarts=config.vhost_max_restarts,
@@ -133,6 +140,7 @@ class Broker:
             name,
             durability=config.durability,
             max_message_size=config.max_message_size,
+            consumer_timeout=config.consumer_timeout,
             queue_type_aliases=config.queue_type_aliases,
             failed=partial(self._vhost_failed, name),
         )
@@ -290,6 +298,35 @@ class Broker:
         process = self._processes.get(vhost)
         if process is not None and process.state == RUNNING:
             await process.ask("grants", user=user, vhost=vhost, grant=pack(self.users.grant(user, vhost)))
+
+    # -- the data pipeline -----------------------------------------------------------------------------------------------
+
+    async def data_request(self, name: str, user: str, vhost: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Ask a vhost; see `vhost/data_requests.py`. Raises Refused."""
+        why = self.refusal(user, vhost)
+        if why is not None:
+            raise Refused(*((503, "unavailable") if "down" in why else (403, "forbidden")), why)
+        process = self._processes.get(vhost)
+        if process is None:
+            permissions = Permissions(self.users, user, vhost)
+            answer = await self.vhosts[vhost].data_requests.answer(name, permissions, arguments)
+        else:
+            try:
+                answer = await process.ask(
+                    "data",
+                    timeout=_DATA_SECONDS,
+                    name=name,
+                    user=user,
+                    vhost=vhost,
+                    grant=pack(self.users.grant(user, vhost)),
+                    arguments=arguments,
+                )
+            except (ConnectionError, TimeoutError):
+                raise Refused(503, "unavailable", f"vhost {vhost!r} does not answer; try again") from None
+        if "result" not in answer:
+            raise Refused(answer["status"], answer["error"], answer["reason"])
+        result: dict[str, Any] = answer["result"]
+        return result
 
     # -- alarms ------------------------------------------------------------------------------------------------------
 

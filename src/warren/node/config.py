@@ -70,7 +70,7 @@ _MAX_MESSAGE_BYTES = 128 * 1024 * 1024  # what the storage engine takes
 # Variables that begin like ours and are no keys: other parts of Warren read them, or a container platform sets them for a
 # service that is called warren.
 _OTHER_VARIABLES = re.compile(
-    r"WARREN_(CONFIG|URL|DEBUG|KERNEL|LOGIC|TEST_\w+|FAULT_\w+|SERVICE_\w+|PORT|PORT_\d+_\w+)"
+    r"WARREN_(CONFIG|URL|USER|PASSWORD|TOKEN|DEBUG|KERNEL|LOGIC|TEST_\w+|FAULT_\w+|SERVICE_\w+|PORT|PORT_\d+_\w+)"
 )
 
 
@@ -167,14 +167,25 @@ class Tls(BaseModel):
         default=False, description="whether clients must show a certificate that is signed by one in cafile"
     )
 
+    http: bool = Field(default=False, description="whether HTTP, also that of the data server, is over TLS as well")
+
     @property
     def enabled(self) -> bool:
         return self.certfile is not None
+
+    @property
+    def http_files(self) -> tuple[str, str] | None:
+        """Certificate and key for HTTP; None: it is in the clear."""
+        if not self.http or self.certfile is None or self.keyfile is None:
+            return None
+        return str(self.certfile), str(self.keyfile)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Tls:
         if (self.certfile is None) != (self.keyfile is None):
             raise ValueError("certfile and keyfile need each other; give both, or none")
+        if self.http and self.certfile is None:
+            raise ValueError("http needs certfile and keyfile")
         if self.verify and self.cafile is None:
             raise ValueError("verify needs cafile, with the certificates to verify by")
         return self
@@ -197,6 +208,7 @@ class Config(BaseSettings):
     host: Text = Field(default="127.0.0.1", description="the address to listen on; 0.0.0.0 or :: for all")
     amqp_port: Port = Field(default=5672, description="the port for AMQP; 0: any that is free")
     http_port: Port = Field(default=15672, description="the port for HTTP; 0: any that is free")
+    data_port: Port = Field(default=0, description="the port of the data server, for Spark; 0: any that is free")
     tls: Tls = Field(default=Tls(), description="AMQP over TLS")
     inline: bool = Field(default=False, description="whether all vhosts run in the node's own process")
     durability: Literal["fsync", "os", "memory"] = Field(

@@ -27,7 +27,7 @@ import inspect
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NotRequired, TypedDict
 
 import uvicorn
@@ -148,6 +148,8 @@ class StatusServer:
         status: Callable[[], Status | Awaitable[Status]],
         ready: Callable[[], bool],
         *,
+        routes: Sequence[Route] = (),
+        certificate: tuple[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host = host
@@ -155,6 +157,8 @@ class StatusServer:
         self._status = status
         self._ready = ready
         self._clock = clock
+        self._routes = routes  # of others on the same port
+        self._certificate = certificate  # certificate and key, for https
         self._answer: Response | None = None
         self._answered_at = 0.0
         self._asking: asyncio.Lock = asyncio.Lock()
@@ -174,6 +178,8 @@ class StatusServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            ssl_certfile=self._certificate[0] if self._certificate is not None else None,
+            ssl_keyfile=self._certificate[1] if self._certificate is not None else None,
             timeout_graceful_shutdown=_STOP_SECONDS,
         )
         self._server = _Server(config)
@@ -200,6 +206,7 @@ class StatusServer:
                 Route("/api/status", self._api_status),
                 Route("/health/live", self._live),
                 Route("/health/ready", self._is_ready),
+                *self._routes,
             ]
         )
 

@@ -134,6 +134,13 @@ class DelayedQueue:
         self._set_timer()
         return bool(entry.flags & PERSISTENT)
 
+    def arrived(self, entries: list[Entry]) -> None:
+        """Messages came by a transaction, ready and with their due time as `expiry`: they wait from now on."""
+        with self._store.lock:
+            self.stored.backing.drop(len(entries), ack_required=True)
+        self._table.put_many([(entry.expiry, entry.seq) for entry in entries])
+        self._set_timer()
+
     def _set_timer(self) -> None:
         due = self._table.next_due()
         if due is None or self._closed:

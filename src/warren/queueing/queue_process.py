@@ -57,6 +57,9 @@ class Owner(Protocol):
     def queue_crashed(self, queue: QueueProcess, error: Exception) -> None:
         """Restart it, alone."""
 
+    def is_leased(self, queue: QueueProcess) -> bool:
+        """Has a stream of Spark messages of it?"""
+
     def remove_queue(self, queue: QueueProcess) -> int:
         """The queue ends by itself: it expired, or its last consumer went."""
 
@@ -178,6 +181,11 @@ class QueueProcess:
         return self.stored.durable
 
     @property
+    def rejects(self) -> bool:
+        """Does it refuse what there is no room for, rather than drop its head?"""
+        return self._rejects
+
+    @property
     def exclusive(self) -> bool:
         return self.exclusive_to is not None
 
@@ -189,6 +197,13 @@ class QueueProcess:
         return self._backing.pending_count
 
     # -- in ----------------------------------------------------------------------------------------------------------
+
+    def has_room(self, count: int, size: int) -> bool:
+        """Is there room for so many messages and bytes more?"""
+        most, most_bytes = self.arguments.max_length, self.arguments.max_length_bytes
+        return (most is None or len(self._backing) + count <= most) and (
+            most_bytes is None or self._backing.ready_bytes() + size <= most_bytes
+        )
 
     @_guarded
     def admit(self, entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
@@ -563,7 +578,9 @@ class QueueProcess:
 
     def _unused(self) -> None:
         self._unused_timer = None
-        if not self.deleted and not len(self.consumers):
+        if self._owner.is_leased(self):
+            self.used()
+        elif not self.deleted and not len(self.consumers):
             self._owner.remove_queue(self)
 
     # -- the end -----------------------------------------------------------------------------------------------------

@@ -136,6 +136,10 @@ class BackingQueue(Protocol):
     def settle(self, ranges: dict[int, list[int]], requeue: bool) -> int:
         """End checked-out messages: as acked, or ready again; how many."""
 
+    def spill(self) -> list[Entry]:
+        """For a snapshot that readers see everything in: put messages that are only in RAM into files, where they stay
+        transient. Those that have no files to go to are returned."""
+
     # -- size and memory ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -179,3 +183,15 @@ class BackingQueue(Protocol):
 
     def invoke(self, function: Callable[[Any], T]) -> T:
         """Run `function` on the implementation itself; a proxy forwards it."""
+
+
+def everything(queue: BackingQueue) -> list[Entry]:
+    """All messages of a queue, ready and pending."""
+    found: list[Entry] = []
+
+    def collect(entry: Entry, unacked: bool, count: int) -> tuple[bool, int]:
+        found.append(entry)
+        return True, count + 1
+
+    queue.fold(collect, 0)
+    return found

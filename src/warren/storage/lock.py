@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 
 from warren.errors import StoreLockedError
+
+_WAITS = (0.005, 0.02)
 
 
 class DirectoryLock:
@@ -13,9 +16,7 @@ class DirectoryLock:
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._taken():
             owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
             if owner == str(os.getpid()):
@@ -27,6 +28,17 @@ class DirectoryLock:
             ) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _taken(self) -> bool:
+        """Tries a few times: a reader who wants to know whether there is an owner holds the lock for an instant."""
+        for wait in (*_WAITS, None):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if wait is not None:
+                    time.sleep(wait)
+        return False
 
     def release(self) -> None:
         if self._fd >= 0:

@@ -253,6 +253,15 @@ class Paging(QueueState):
         if unslotted:
             self.index.page_out_slots(unslotted)
 
+    def spill(self) -> list[Entry]:
+        waiting = [*self.q4, *self.q3, *self.q2, *self.q1, *self._ram_pending.values()]
+        transient = without(waiting, PERSISTENT) if self.durable else waiting
+        if transient:
+            sort_by_seq(transient)
+            self._page_out(transient)
+            self._page_out_slots(transient)
+        return []
+
     def _limit_ram_acks(self, quota: int) -> int:
         """The pending acks taken last go to disk. What is left of the quota."""
         count = min(quota, len(self._ram_pending))

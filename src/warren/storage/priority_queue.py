@@ -199,6 +199,9 @@ class PriorityQueue:
     def settle(self, ranges: dict[int, list[int]], requeue: bool) -> int:
         return sum(level.settle(ranges, requeue) for level in self.levels)
 
+    def spill(self) -> list[Entry]:
+        return [entry for level in self.levels for entry in level.spill()]
+
     # -- size and memory ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:

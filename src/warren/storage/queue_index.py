@@ -18,6 +18,7 @@ from operator import attrgetter
 from warren.kernel.entry import IN_QS, IN_STORE, SLOTTED, Entry, bodiless, body_spans, set_level, sort_by_seq
 from warren.kernel.journal_codec import read_publishes
 from warren.kernel.overlay import Overlay, row_pairs, split_rows
+from warren.kernel.ranges import RangeSet
 from warren.kernel.segment_codec import (
     BODY_PREFIX_BYTES,
     SLOT_BYTES,
@@ -163,6 +164,7 @@ class QueueIndex:
         """Positions of transient messages go to .qi, unsynced."""
         for segment, group in self._by_segment(entries):
             self.ensure_created(segment)
+            segment.transients = True
             file = self.open_append(segment, "qi", INDEX_MAGIC)
             try:
                 for slot, data in encode_slots(group, self.sid, self.segment_size, self._boot):
@@ -338,6 +340,17 @@ class QueueIndex:
             runs = bit_runs(segment.live, slot, slot + count)
             for i in range(0, len(runs), 2):
                 pairs += (base + runs[i], runs[i + 1])
+        return pairs
+
+    def forgotten_pairs(self) -> list[int]:
+        """seq_ids that are not alive, though a reader of the files may think so: nothing on disk says that a transient
+        message is gone. As a flat list first, count, ..."""
+        pairs: list[int] = []
+        size = self.segment_size
+        for number in sorted(number for number, segment in self.segments.items() if segment.transients):
+            alive = RangeSet(self.live_pairs(number * size, (number + 1) * size))
+            alive.add_pairs(row_pairs(self.overlay.rows_between(number * size, (number + 1) * size, size)))
+            pairs += alive.gaps(number * size, (number + 1) * size)
         return pairs
 
     def live_count(self) -> int:

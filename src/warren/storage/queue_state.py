@@ -126,6 +126,11 @@ class QueueState:
         pending.add_pairs(seq_ranges(sorted(self._ram_pending)))
         return pending.pairs()
 
+    @property
+    def leased(self) -> RangeSet:
+        """Pending acks that belong to checkouts; not to be changed."""
+        return self._leased
+
     def needs_timeout(self) -> bool:
         return self._unconfirmed > 0
 

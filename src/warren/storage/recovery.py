@@ -20,7 +20,7 @@ import struct
 import time
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from warren.storage.layout import HEADER_BYTES, JOURNAL_MAGIC, journal_path, pai
 from warren.storage.ledger import Ledger
 from warren.storage.queue_index import QueueIndex
 from warren.storage.reading import open_to_read, read_around, read_whole
-from warren.storage.segment import Report
+from warren.storage.segment import Report, Segment, SegmentFiles
 
 TORN_END = "end of the journal: torn, or damaged"
 TERMS_NAME = "recovery"
@@ -95,6 +95,46 @@ def replay_journal(
     return state
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentScan:
+    """A segment that a dirty start has to read, and what the journal says of its messages (flat: first, count, ...)."""
+
+    directory: str
+    sid: int
+    segment_size: int
+    number: int
+    boot: int
+    acked: list[int]
+    journaled: list[int]
+
+
+@dataclass(slots=True)
+class ScannedSegment:
+    """What a scan found: all that a start needs of the segment, without its slots, so that it can travel."""
+
+    segment: Segment
+    live_bytes: int  # payload of the live slots
+    refs: list[tuple[int, bytes]]  # slot and msg_id of live slots that refer to the message store
+    counts: dict[int, int]  # slot -> delivery count
+    damage: list[tuple[str, int, int, int, str]] = field(default_factory=list)  # as for `Report`
+
+
+ScanSegments = Callable[[list[SegmentScan]], Iterable[ScannedSegment]]  # one for each, in the same order
+
+
+def scan_segment(disk: Disk, scan: SegmentScan) -> ScannedSegment:
+    """Read one segment. It depends on nothing but its three files, so any process that sees them can do it."""
+    damage: list[tuple[str, int, int, int, str]] = []
+    files = SegmentFiles(disk, scan.directory, scan.sid, scan.segment_size)
+    acked = RangeSet(scan.acked) if scan.acked else None
+    found = files.recover(scan.number, scan.boot, acked, lambda *line: damage.append(line))
+    segment, base = found.segment, scan.number * scan.segment_size
+    for first, length in pairs_of(scan.journaled):
+        segment.kill(first - base, length, [])
+    refs = [(slot, msg_id) for slot, msg_id in found.refs if segment.is_live(slot)]
+    return ScannedSegment(segment, found.live_bytes(), refs, found.counts, damage)
+
+
 @dataclass(slots=True)
 class StreamRecovery:
     """What a dirty start found of one stream."""
@@ -107,10 +147,32 @@ class StreamRecovery:
     counts: dict[int, int]
 
 
+def stream_scans(index: QueueIndex, state: JournalReplay, boot: int) -> list[SegmentScan]:
+    """What has to be read of a stream."""
+    size, overlay, acks = index.segment_size, state.overlays[index.sid], state.acks.get(index.sid)
+    return [
+        SegmentScan(
+            index.files.directory,
+            index.sid,
+            size,
+            number,
+            boot,
+            acks.pairs(number * size, (number + 1) * size) if acks else [],
+            row_pairs(overlay.rows_between(number * size, (number + 1) * size, size)),
+        )
+        for number in index.files.numbers()
+    ]
+
+
 def recover_stream(
-    disk: Disk, directory: str, index: QueueIndex, state: JournalReplay, boot: int, report: Report
+    disk: Disk,
+    directory: str,
+    index: QueueIndex,
+    state: JournalReplay,
+    scanned: Iterable[ScannedSegment],
+    report: Report,
 ) -> StreamRecovery:
-    """Rebuild an index from its segments and the journal's word."""
+    """Rebuild an index from what was found in its segments, and the journal's word."""
     index.overlay = overlay = state.overlays[index.sid]
     stored: list[tuple[int, bytes]] = []
     counts: dict[int, int] = {}
@@ -119,18 +181,17 @@ def recover_stream(
     stop = max(overlay.last_seq() + 1, acks.stop() if acks else 0)
     size = index.segment_size
     dead: list[int] = []
-    for number in index.files.numbers():
-        found = index.files.recover(number, boot, acks, report)
-        segment, base = found.segment, number * size
+    for found in scanned:
+        for line in found.damage:
+            report(*line)
+        segment, base = found.segment, found.segment.number * size
         stop = max(stop, base + size)
-        for first, length in pairs_of(row_pairs(overlay.rows_between(base, base + size, size))):
-            segment.kill(first - base, length, [])
         if segment.empty and not segment.unsaved:
-            dead.append(number)
+            dead.append(segment.number)
             continue
-        total += found.live_bytes()
-        index.segments[number] = segment
-        stored += [(base + slot, msg_id) for slot, msg_id in found.refs if segment.is_live(slot)]
+        total += found.live_bytes
+        index.segments[segment.number] = segment
+        stored += [(base + slot, msg_id) for slot, msg_id in found.refs]
         counts.update((base + slot, count) for slot, count in found.counts.items())
     index.files.clear_away(dead)
     journal_count, journal_bytes = overlay.live_totals()
@@ -222,12 +283,20 @@ def take_terms(disk: Disk, root: str, report: Report) -> tuple[dict[str, Any], b
     if not disk.exists(path):
         return None
     data = read_whole(disk, path)
-    sound = len(data) >= _TERMS.size + 4 and struct.unpack("<I", data[-4:])[0] == crc32c(data[:-4])
-    if not sound:
+    if not _sound(data):
         report(path, 0, len(data), -1, "recovery terms do not check out; everything is read again")
     disk.unlink(path)
     disk.sync_dir(root)
-    if not sound:
+    return unpack_terms(data)
+
+
+def _sound(data: bytes) -> bool:
+    return len(data) >= _TERMS.size + 4 and bool(struct.unpack("<I", data[-4:])[0] == crc32c(data[:-4]))
+
+
+def unpack_terms(data: bytes) -> tuple[dict[str, Any], bytes] | None:
+    """The terms of the vhost and those of its message store; None: they are damaged."""
+    if not _sound(data):
         return None
     magic, text_length, store_length = _TERMS.unpack_from(data)
     if magic != _TERMS_MAGIC:

@@ -45,7 +45,18 @@ Report = Callable[[str, int, int, int, str], None]  # path, offset, length, seq_
 
 
 class Segment:
-    __slots__ = ("counts", "created", "live", "live_count", "number", "qs_end", "trailer", "unsaved", "unsynced")
+    __slots__ = (
+        "counts",
+        "created",
+        "live",
+        "live_count",
+        "number",
+        "qs_end",
+        "trailer",
+        "transients",
+        "unsaved",
+        "unsynced",
+    )
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
@@ -57,6 +68,7 @@ class Segment:
         self.created = False  # .qi and .qs exist
         self.qs_end = HEADER_BYTES  # where the next body goes
         self.trailer = False
+        self.transients = False  # slots of transient messages were written: no ack of them is on disk
 
     @property
     def empty(self) -> bool:

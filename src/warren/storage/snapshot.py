@@ -11,25 +11,37 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Container, Iterable
 from typing import Any
 
+from warren.kernel.entry import Entry
+from warren.kernel.journal_codec import RecordBuffer
+from warren.kernel.overlay import LIVE, Overlay
 from warren.storage.disk import Disk
+from warren.storage.layout import HEADER_BYTES, JOURNAL_MAGIC, pack_header, stream_id
+from warren.storage.stored_queue import StoredQueue
 
 MANIFEST = "manifest.json"
-_LINKED = ("journal", "msg_store_persistent", "queues")
+TRANSIENTS = "transients.wal"  # messages that are in no other file, as journal records
+_LINKED = ("journal", "msg_store_persistent", "queues", "stages")
+_TRANSIENT = ("msg_store_transient",)
 _COPIED = (".vhost",)
 _SKIPPED = ("RESERVE",)
+_PASSING = (".tmp", ".damaged", ".part", ".db", ".db-wal", ".db-shm")
 
 
-def link_store(disk: Disk, root: str, target: str) -> int:
-    """Link every durable file below `root` into `target`; how many. Requires: the engine's lock, everything sealed."""
+def link_store(disk: Disk, root: str, target: str, *, left_out: Container[str] = (), transients: bool = False) -> int:
+    """Link every durable file below `root` into `target`; how many. Directories of queues in `left_out` are not; with
+    `transients`, bodies that need not survive are, too. Requires: the engine's lock, everything sealed."""
     count = 0
-    for part in _LINKED:
+    for part in _LINKED + _TRANSIENT if transients else _LINKED:
         source = os.path.join(root, part)
         for path in disk.walk(source):
             name = os.path.basename(path)
             relative = os.path.relpath(path, root)
-            if name in _SKIPPED or name.endswith((".tmp", ".part", ".db", ".db-wal", ".db-shm")) or ".lmdb" in relative:
+            if part == "queues" and relative.split(os.sep)[1] in left_out:
+                continue
+            if name in _SKIPPED or name.endswith(_PASSING) or ".lmdb" in relative:
                 continue
             copy = os.path.join(target, relative)
             disk.make_dirs(os.path.dirname(copy))
@@ -40,6 +52,22 @@ def link_store(disk: Disk, root: str, target: str) -> int:
         if disk.exists(path):
             disk.replace(os.path.join(target, name), disk.read(path))
     return count
+
+
+def dump_transients(disk: Disk, target: str, queues: Iterable[StoredQueue]) -> None:
+    """What is only in RAM goes to files. What has none (volatile queues) goes to one of its own, in the journal's format.
+    Requires: the engine's lock."""
+    buffer = RecordBuffer()
+    buffer.reset(0, HEADER_BYTES)
+    for queue in queues:
+        levels: dict[int, list[Entry]] = {}
+        for entry in queue.backing.spill():
+            levels.setdefault(entry.level, []).append(entry)
+        for level, entries in levels.items():
+            buffer.append_publishes(stream_id(queue.uid, level), entries, Overlay(), LIVE)
+    if not buffer.empty:
+        buffer.finish(1)
+        disk.replace(os.path.join(target, TRANSIENTS), pack_header(JOURNAL_MAGIC, 0, 0, 0) + bytes(buffer))
 
 
 def write_manifest(disk: Disk, target: str, manifest: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, entry_ranges, total
 from warren.kernel.journal_codec import ACK, PURGE, read_publishes
 from warren.kernel.overlay import LIVE, Overlay, split_rows
 from warren.kernel.ranges import RangeSet
+from warren.storage.backing_queue import everything
 from warren.storage.context import QueueContext
 from warren.storage.layout import journal_path, stream_id
 from warren.storage.queue_database import LEASED, PENDING, READY, QueueDatabase
@@ -382,6 +383,9 @@ class SqliteQueue:
         return len(self.ack([seq for (seq,) in pending]))
 
     # -- leases ------------------------------------------------------------------------------------------------------
+
+    def spill(self) -> list[Entry]:
+        return [] if self.durable else everything(self)  # a durable one's file is copied as a whole
 
     def checkout(self, limit: int, most_bytes: int) -> dict[int, list[int]]:
         taken: list[Entry] = []

@@ -19,6 +19,11 @@ What is checked, by kind of file:
 A finding is `harmless` where a crash leaves it, by design, and nobody was promised the bytes: the torn end of a
 journal file, an upload that was cut off. Everything else is damage, also where it costs no message, because a
 disk that lost a hint may lose more. What a start makes of each kind of damage stands in docs/format.md.
+
+The work is divided, because a store can be larger than one machine is patient: `plan_verification` reads what must be
+read as a whole (names, metadata, terms, journal) and lists a check for every other file; `check_file` does one of them
+and needs nothing but that file; `verify_vhost` does all of them, one after the other. `warren spark verify` has them
+done by executors. Both name the same places in the same words.
 """
 
 from __future__ import annotations
@@ -29,18 +34,16 @@ import sqlite3
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from warren.errors import StoreFailedError, StorePathError, WarrenError
+from warren.errors import StorePathError, WarrenError
 from warren.kernel.checksum import crc32c
 from warren.kernel.entry import IN_STORE, Entry
 from warren.kernel.journal_codec import BLOCK_HEADER_BYTES, read_publishes, replay
 from warren.kernel.overlay import Overlay, row_pairs, split_rows
 from warren.kernel.ranges import RangeSet
-from warren.kernel.segment_codec import BODY_PREFIX_BYTES, SLOT_BYTES, fill_bodies, read_slots, set_bits
-from warren.kernel.store_table import HINT_ROW_BYTES, scan_records
+from warren.kernel.store_table import HINT_ROW_BYTES
 from warren.storage.disk import Disk
 from warren.storage.journal import list_files, read_floor
 from warren.storage.layout import (
@@ -55,43 +58,45 @@ from warren.storage.layout import (
     unpack_header,
 )
 from warren.storage.metadata import Metadata, QueueRecord
-from warren.storage.queue_database import QueueDatabase
 from warren.storage.recovery import _TERMS, _TERMS_MAGIC, TERMS_NAME
-from warren.storage.segment import Segment, SegmentFiles
 from warren.storage.settings import EngineSettings
 from warren.storage.store_format import (
-    CRC_BYTES,
     DATA_SUFFIX,
     HINT_SUFFIX,
     PART_SUFFIX,
     TermsError,
-    check_data_header,
-    decode_hint,
     decode_terms,
     file_name,
     parse_name,
 )
+from warren.storage.verify_files import (
+    Checked,
+    Checker,
+    DatabaseCheck,
+    DataFileCheck,
+    FileCheck,
+    Finding,
+    Meter,
+    Progress,
+    Reference,
+    SegmentCheck,
+    check_file,
+)
+
+__all__ = [
+    "Finding",
+    "Progress",
+    "Verification",
+    "VerificationPlan",
+    "plan_verification",
+    "verify_vhost",
+    "vhost_roots",
+]
 
 _QUEUE_DIRECTORY = re.compile(r"[0-9a-f]{24}-([0-9]+)")
 _LEVEL_DIRECTORY = re.compile(r"p([0-9]+)")
 _SEGMENT_FILE = re.compile(r"([0-9]+)\.(qi|qs|qa)")
 _BLOCK = struct.Struct("<4s12xQ4xI")  # magic, length of the records, CRC of a block header
-_NO_BOOT = 0  # boots count from 1: transient slots are those of a process that is gone
-
-Progress = Callable[[str, int, int], None]  # file, bytes done, bytes in all
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Bytes that are not what they should be."""
-
-    file: str  # below the vhost's directory
-    offset: int
-    length: int
-    why: str
-    harmless: bool = False
-    queue: str | None = None
-    seq_id: int | None = None
 
 
 @dataclass(slots=True)
@@ -108,6 +113,17 @@ class Verification:
         return [finding for finding in self.findings if not finding.harmless]
 
 
+@dataclass(slots=True)
+class VerificationPlan:
+    """A vhost whose journal has been read, and what is left to do."""
+
+    root: str
+    vhost: str
+    opening: Checked  # of what was read as a whole
+    checks: list[FileCheck]
+    total_bytes: int
+
+
 def vhost_roots(data_directory: str) -> list[str]:
     """The directories of all vhosts. Raises StorePathError where there is no store."""
     parent = os.path.join(data_directory, "vhosts")
@@ -120,7 +136,26 @@ def vhost_roots(data_directory: str) -> list[str]:
 
 def verify_vhost(root: str, progress: Progress | None = None) -> Verification:
     """Check everything below a vhost's directory. Raises StoreFormatError for files that a newer Warren wrote."""
-    return _Verifier(root, progress or (lambda file, done, total: None)).run()
+    meter = Meter(progress)
+    plan = _Planner(root, meter).run()
+    whole = plan.opening
+    known: set[bytes] = set()
+    for check in plan.checks:
+        checked = check_file(root, check, meter)
+        whole.findings += checked.findings
+        whole.counts += checked.counts
+        whole.references += checked.references
+        for rows in checked.records:
+            known.update(rows[at : at + 16] for at in range(0, len(rows), HINT_ROW_BYTES))
+    whole.counts["references to stored bodies"] = len(whole.references)
+    whole.findings += [each.missing() for each in whole.references if each.msg_id not in known]
+    meter.finished()
+    return Verification(root, plan.vhost, whole.findings, whole.counts)
+
+
+def plan_verification(root: str) -> VerificationPlan:
+    """Read what has to be read as a whole; the rest is in `checks`. Raises as `verify_vhost`."""
+    return _Planner(root, Meter()).run()
 
 
 @dataclass(slots=True)
@@ -131,39 +166,21 @@ class _Stream:
     directory: str
     queue: str | None
     overlay: Overlay = field(default_factory=Overlay)
-    slots: dict[int, Segment] = field(default_factory=dict)  # which slots are alive, by segment
-    segment_entries: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """A live message whose body is in the message store."""
-
-    msg_id: bytes
-    file: str
-    offset: int
-    length: int
-    queue: str | None
-    seq_id: int
-
-
-class _Verifier:
-    def __init__(self, root: str, progress: Progress) -> None:
-        self._disk = Disk()
-        self._root = root
-        self._progress = progress
-        self._done = 0
-        self._total = 0
-        self._references: list[_Reference] = []
+class _Planner(Checker):
+    def __init__(self, root: str, meter: Meter) -> None:
+        super().__init__(root, meter)
         self._acks: dict[int, RangeSet] = {}
         self._streams: dict[int, _Stream] = {}
-        self._report = Verification(root, os.path.basename(root))
+        self._checks: list[FileCheck] = []
+        self._vhost = os.path.basename(root)
 
-    def run(self) -> Verification:
+    def run(self) -> VerificationPlan:
         parts = ("journal", "queues", "msg_store_persistent")
         files = [path for part in parts for path in self._disk.walk(os.path.join(self._root, part))]
         files += [path for name in ("meta.db", TERMS_NAME) if self._disk.exists(path := os.path.join(self._root, name))]
-        self._total = sum(self._disk.size(path) for path in files)
+        self._meter.total = sum(self._disk.size(path) for path in files)
         self._name()
         records = self._metadata()
         self._find_streams(records)
@@ -174,45 +191,7 @@ class _Verifier:
         self._databases()
         self._message_store()
         self._quarantine()
-        self._progress("", self._total, self._total)
-        return self._report
-
-    # -- reading and reporting ---------------------------------------------------------------------------------------
-
-    def _relative(self, path: str) -> str:
-        return os.path.relpath(path, self._root)
-
-    def _found(
-        self,
-        path: str,
-        offset: int,
-        length: int,
-        why: str,
-        *,
-        harmless: bool = False,
-        queue: str | None = None,
-        seq_id: int | None = None,
-    ) -> None:
-        self._report.findings.append(
-            Finding(self._relative(path), offset, length, why, harmless=harmless, queue=queue, seq_id=seq_id)
-        )
-
-    def _read(self, path: str) -> bytes:
-        self._progress(self._relative(path), self._done, self._total)
-        data = self._disk.read(path)
-        self._done += len(data)
-        self._report.counts["files"] += 1
-        self._report.counts["bytes"] += len(data)
-        return data
-
-    def _header(self, magic: bytes, data: bytes, path: str, expected: tuple[int, ...], what: str) -> None:
-        numbers = unpack_header(magic, data, path)
-        if numbers is None:
-            torn = not any(data[:HEADER_BYTES])
-            why = f"header of {what}: {'never written' if torn else 'its CRC or magic word is wrong'}"
-            self._found(path, 0, min(len(data), HEADER_BYTES), why, harmless=torn)
-        elif numbers[: len(expected)] != expected:
-            self._found(path, 0, HEADER_BYTES, f"header of {what}: it is of another file, {numbers}, not {expected}")
+        return VerificationPlan(self._root, self._vhost, self.checked, self._checks, self._meter.total)
 
     # -- name and metadata -------------------------------------------------------------------------------------------
 
@@ -225,7 +204,7 @@ class _Verifier:
             return
         if hashed(name) != os.path.basename(self._root):
             self._found(path, 0, len(name), f"the name {name!r} does not belong to this directory")
-        self._report.vhost = name
+        self._vhost = name
 
     def _metadata(self) -> list[QueueRecord]:
         """The queues."""
@@ -300,7 +279,7 @@ class _Verifier:
         except TermsError as error:
             self._found(path, start, store_length, f"recovery terms: {error}; {rebuilt}")
             return
-        self._report.counts["clean stop"] = 1
+        self.checked.counts["clean stop"] = 1
         for file in terms.files:
             name = file_name(file.number, file.generation, DATA_SUFFIX)
             place = os.path.join(self._root, "msg_store_persistent", name)
@@ -322,16 +301,16 @@ class _Verifier:
         for number in numbers:
             path = journal_path(directory, number)
             if number < floor:
-                self._report.counts["journal files below the floor"] += 1
-                self._done += self._disk.size(path)
+                self.checked.counts["journal files below the floor"] += 1
+                self._meter.done += self._disk.size(path)
                 continue
             data = self._read(path)
             self._header(JOURNAL_MAGIC, data, path, (number,), "a journal file")
             damaged: list[tuple[int, int]] = []
             _, blocks, records, unknown = replay(data, HEADER_BYTES, number, overlays, self._acks, {}, {}, [], damaged)
-            self._report.counts["journal blocks"] += blocks
-            self._report.counts["journal records"] += records
-            self._report.counts["journal records of deleted queues"] += unknown
+            self.checked.counts["journal blocks"] += blocks
+            self.checked.counts["journal records"] += records
+            self.checked.counts["journal records of deleted queues"] += unknown
             newest = number == numbers[-1]
             end = len(data.rstrip(b"\0"))
             for offset, length in damaged:
@@ -367,11 +346,13 @@ class _Verifier:
                     _, offset, size, _ = place
                     self._refer(entry, path, offset, size, stream)
         count, _ = stream.overlay.live_totals()
-        self._report.counts["messages"] += count
+        self.checked.counts["messages"] += count
 
     def _refer(self, entry: Entry, path: str, offset: int, length: int, stream: _Stream) -> None:
         assert entry.msg_id is not None
-        self._references.append(_Reference(entry.msg_id, self._relative(path), offset, length, stream.queue, entry.seq))
+        self.checked.references.append(
+            Reference(entry.msg_id, self._relative(path), offset, length, stream.queue, entry.seq)
+        )
 
     # -- segments ----------------------------------------------------------------------------------------------------
 
@@ -384,16 +365,29 @@ class _Verifier:
                 numbers.setdefault(int(match[1]), set()).add(match[2])
             elif not self._disk.is_dir(path) and name.endswith(".tmp"):
                 self._found(path, 0, self._disk.size(path), "a copy that a crash cut off", harmless=True)
-        stream.segment_entries = self._segment_entries(stream, sorted(numbers))
+        size = self._segment_entries(stream, sorted(numbers))
         for number, suffixes in sorted(numbers.items()):
             if "qi" in suffixes:
-                self._segment(stream, number)
+                self._checks.append(self._segment_check(stream, number, size))
             else:
                 for suffix in sorted(suffixes):
                     path = os.path.join(stream.directory, f"{number}.{suffix}")
-                    size = self._disk.size(path)
-                    self._done += size
-                    self._found(path, 0, size, "its index file is not there: a checkpoint was cut off", harmless=True)
+                    length = self._disk.size(path)
+                    self._meter.done += length
+                    self._found(path, 0, length, "its index file is not there: a checkpoint was cut off", harmless=True)
+
+    def _segment_check(self, stream: _Stream, number: int, size: int) -> SegmentCheck:
+        first, stop = number * size, (number + 1) * size
+        acks = self._acks.get(stream.sid)
+        return SegmentCheck(
+            stream.sid,
+            self._relative(stream.directory),
+            stream.queue,
+            size,
+            number,
+            acks.pairs(first, stop) if acks else [],
+            row_pairs(stream.overlay.rows_between(first, stop, size)),
+        )
 
     def _segment_entries(self, stream: _Stream, numbers: list[int]) -> int:
         """How many seq_ids a segment has: every header says so."""
@@ -410,76 +404,6 @@ class _Verifier:
                         return header[2]
         return EngineSettings().segment_entries
 
-    def _segment(self, stream: _Stream, number: int) -> None:
-        size = stream.segment_entries
-        files = SegmentFiles(self._disk, stream.directory, stream.sid, size)
-        expected = (stream.sid, number * size, size)
-        path = files.path(number, "qi")
-        data = self._read(path)
-        self._header(INDEX_MAGIC, data, path, expected, "an index file")
-        self._slots(stream, files, number, data)
-        acks_path = files.path(number, "qa")
-        if self._disk.exists(acks_path):
-            self._header(ACKS_MAGIC, self._read(acks_path), acks_path, expected, "an ack file")
-        self._bodies(stream, files, number, data)
-        self._report.counts["segments"] += 1
-
-    def _slots(self, stream: _Stream, files: SegmentFiles, number: int, data: bytes) -> None:
-        """Slots, ack batches and what both say of who is alive."""
-        size = stream.segment_entries
-        path = files.path(number, "qi")
-
-        def damaged(path: str, offset: int, length: int, seq: int, why: str) -> None:
-            if offset:  # headers were looked at
-                self._found(path, offset, length, why, queue=stream.queue, seq_id=seq if seq >= 0 else None)
-
-        found = files.recover(number, _NO_BOOT, self._acks.get(stream.sid), damaged)
-        segment, base = found.segment, number * size
-        slots_end = HEADER_BYTES + size * SLOT_BYTES
-        torn = (min(len(data), slots_end) - HEADER_BYTES) % SLOT_BYTES
-        if torn:
-            self._found(path, len(data) - torn, torn, "a slot that a crash cut off", harmless=True)
-        if len(data) > slots_end and not segment.trailer:
-            self._found(path, slots_end, len(data) - slots_end, "trailer: the slots are counted instead")
-        # What a checkpoint wrote here before it was cut off counts as the journal's, which still has it.
-        journaled = row_pairs(stream.overlay.rows_between(base, base + size, size))
-        for i in range(0, len(journaled), 2):
-            segment.kill(journaled[i] - base, journaled[i + 1], [])
-        stream.slots[number] = segment
-        self._report.counts["messages"] += segment.live_count
-        for slot, msg_id in found.refs:
-            if segment.is_live(slot):
-                place = HEADER_BYTES + slot * SLOT_BYTES
-                self._references.append(
-                    _Reference(msg_id, self._relative(path), place, SLOT_BYTES, stream.queue, base + slot)
-                )
-
-    def _bodies(self, stream: _Stream, files: SegmentFiles, number: int, data: bytes) -> None:
-        """The body of every persistent slot, alive or not."""
-        size = stream.segment_entries
-        path = files.path(number, "qs")
-        every = bytearray((size + 7) // 8)
-        set_bits(every, 0, size)
-        entries: list[Entry] = []
-        slots = data[HEADER_BYTES : HEADER_BYTES + size * SLOT_BYTES]
-        read_slots(slots, number * size, 0, stream.sid, _NO_BOOT, every, size, entries, [], [])
-        self._report.counts["slots"] += len(entries)
-        here = [entry for entry in entries if not entry.flags & IN_STORE]
-        if not self._disk.exists(path):
-            if here:
-                self._found(path, 0, 0, f"the file with {len(here)} bodies is missing", queue=stream.queue)
-            return
-        bodies = self._read(path)
-        self._header(BODIES_MAGIC, bodies, path, (stream.sid, number * size, size), "a file of bodies")
-        bad: list[Entry] = []
-        fill_bodies(here, bodies, 0, stream.sid, bad)
-        self._report.counts["bodies"] += len(here)
-        for entry in bad:
-            alive = stream.slots[number].is_live(entry.seq - number * size)
-            why = "body" if alive else "body of a message that is not alive here"
-            length = BODY_PREFIX_BYTES + entry.size
-            self._found(path, entry.offset, length, why, queue=stream.queue, seq_id=entry.seq)
-
     # -- queues in SQLite --------------------------------------------------------------------------------------------
 
     def _databases(self) -> None:
@@ -488,103 +412,42 @@ class _Verifier:
             match = _QUEUE_DIRECTORY.fullmatch(name)
             path = os.path.join(parent, name, "queue.db")
             if match is not None and self._disk.exists(path):
-                self._database(path, int(match[1]))
+                self._checks.append(self._database_check(path, int(match[1])))
 
-    def _database(self, path: str, uid: int) -> None:
+    def _database_check(self, path: str, uid: int) -> DatabaseCheck:
         streams = [stream for sid, stream in self._streams.items() if sid >> 8 == uid]
+        acked, journaled = RangeSet(), RangeSet()
+        for stream in streams:
+            journaled.add_pairs(row_pairs(stream.overlay.rows_between(0, 1 << 63, len(stream.overlay))))
+            if stream.sid in self._acks:
+                acked.add_pairs(self._acks[stream.sid].pairs())
         queue = streams[0].queue if streams else None
-
-        def damaged(_: str, offset: int, length: int, seq: int, why: str) -> None:
-            self._found(path, offset, length, why, queue=queue, seq_id=seq if seq >= 0 else None)
-
-        with tempfile.TemporaryDirectory() as directory:
-            self._copy(path, os.path.join(directory, "queue.db"))
-            quarantine = os.path.join(directory, "quarantine")
-            try:
-                with closing(QueueDatabase(self._disk, directory, quarantine, damaged)) as database:
-                    seqs = [int(row[0]) for row in database.rows("SELECT seq FROM messages WHERE persistent")]
-            except StoreFailedError as error:
-                damaged(path, 0, self._disk.size(path), -1, f"the file cannot be read: {error}")
-                return
-        self._report.counts["rows of queues in SQLite"] += len(seqs)
-        acked = [self._acks[stream.sid] for stream in streams if stream.sid in self._acks]
-        for seq in seqs:
-            journaled = any(stream.overlay.locate(seq) is not None for stream in streams)
-            if not journaled and not any(seq in acks for acks in acked):
-                self._report.counts["messages"] += 1
-
-    def _copy(self, path: str, target: str) -> None:
-        """SQLite writes beside the files that it reads, so it gets copies."""
-        for suffix in ("", "-wal"):
-            if self._disk.exists(path + suffix):
-                copy = self._disk.create(target + suffix)
-                copy.append(self._read(path + suffix))
-                copy.close()
+        return DatabaseCheck(self._relative(path), queue, acked.pairs(), journaled.pairs())
 
     # -- message store -----------------------------------------------------------------------------------------------
 
     def _message_store(self) -> None:
         directory = os.path.join(self._root, "msg_store_persistent")
         names = [(name, parse_name(name)) for name in self._disk.listdir(directory)]
-        known: set[bytes] = set()
         for name, parsed in names:
             path = os.path.join(directory, name)
             if parsed is None or parsed.suffix == HINT_SUFFIX or self._disk.is_dir(path):
                 continue
             if parsed.suffix == PART_SUFFIX:
                 self._found(path, 0, self._disk.size(path), "a large body whose upload was cut off", harmless=True)
-                self._done += self._disk.size(path)
+                self._meter.done += self._disk.size(path)
                 continue
-            known.update(self._data_file(path, parsed.number, parsed.generation))
+            self._checks.append(DataFileCheck(self._relative(path), parsed.number, parsed.generation))
         for name, parsed in names:
             if parsed is not None and parsed.suffix == HINT_SUFFIX:
                 data_name = file_name(parsed.number, parsed.generation, DATA_SUFFIX)
                 if not self._disk.exists(os.path.join(directory, data_name)):
                     self._found(os.path.join(directory, name), 0, 0, "a hint without its data file", harmless=True)
-        self._report.counts["references to stored bodies"] = len(self._references)
-        for reference in self._references:
-            if reference.msg_id not in known:
-                self._report.findings.append(
-                    Finding(
-                        reference.file,
-                        reference.offset,
-                        reference.length,
-                        f"its body {reference.msg_id.hex()} is in no file of the message store",
-                        queue=reference.queue,
-                        seq_id=reference.seq_id,
-                    )
-                )
-
-    def _data_file(self, path: str, number: int, generation: int) -> Iterator[bytes]:
-        """Check a data file and its hint; the msg_ids of its good records."""
-        data = self._read(path)
-        trouble = check_data_header(data[:HEADER_BYTES], number, generation)
-        if trouble is not None:
-            self._found(path, 0, min(len(data), HEADER_BYTES), f"header of a store file: {trouble}", harmless=not data)
-        rows, damage = scan_records(data, HEADER_BYTES) if len(data) > HEADER_BYTES else (b"", [])
-        hint_path = path.removesuffix(DATA_SUFFIX) + HINT_SUFFIX
-        hinted = self._disk.exists(hint_path)
-        for offset, length in damage:
-            # A file gets its hint when it is complete and synced: without one, its end may be torn.
-            torn = offset + length == len(data) and not hinted
-            why = "end of a store file, torn by a crash" if torn else "no record of the message store that checks out"
-            self._found(path, offset, length, why, harmless=torn)
-        if hinted:
-            hint = self._read(hint_path)
-            found = decode_hint(hint, number, generation, len(data))
-            # Hints are not synced, because they can be made again: a crash may leave the beginning of one, or zeros.
-            torn = len(hint) < HEADER_BYTES + len(rows) + CRC_BYTES or not any(hint[-CRC_BYTES:])
-            if found is None or (found != rows and not damage):
-                what = "was cut off by a crash" if torn else "does not fit its data file"
-                why = f"hint file: it {what}; the next dirty start scans the data file instead"
-                self._found(hint_path, 0, len(hint), why, harmless=torn)
-        self._report.counts["store records"] += len(rows) // HINT_ROW_BYTES
-        return (rows[at : at + 16] for at in range(0, len(rows), HINT_ROW_BYTES))
 
     def _quarantine(self) -> None:
         path = os.path.join(self._root, "quarantine", "log.jsonl")
         if self._disk.exists(path):
-            self._report.counts["earlier reports in quarantine/"] = self._disk.read(path).count(b"\n")
+            self.checked.counts["earlier reports in quarantine/"] = self._disk.read(path).count(b"\n")
 
 
 def _torn_from(data: bytes) -> int:

@@ -7,6 +7,7 @@ out of what was read, and begins a new journal file.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -41,10 +42,14 @@ from warren.storage.recovery import (
     TERMS_NAME,
     TORN_END,
     JournalReplay,
+    ScannedSegment,
+    ScanSegments,
     StreamRecovery,
     recover_stream,
     replay_journal,
+    scan_segment,
     store_references,
+    stream_scans,
     take_terms,
     unpack_segments,
 )
@@ -77,6 +82,7 @@ class VhostOpening:
         debug: bool,
         clock: Callable[[], float],
         progress: Callable[[str, int, int], None] | None,
+        scan: ScanSegments | None = None,
     ) -> None:
         if durability not in DURABILITIES:
             raise DurabilityError(f"durability is {durability!r}; it can be {', '.join(map(repr, DURABILITIES))}")
@@ -91,6 +97,7 @@ class VhostOpening:
         self._debug = debug
         self._clock = clock
         self._progress = progress or (lambda what, done, total: None)
+        self._scan = scan  # who reads all segments of a dirty start; None: this process, one after the other
         with self._open_errors():
             self._make_root(data_directory)
             self._directory_lock = DirectoryLock(os.path.join(self.root, ".lock"))
@@ -157,7 +164,7 @@ class VhostOpening:
 
     def _recover(self, settings: EngineSettings) -> None:
         boot = self.metadata.boot()
-        self._boot = boot
+        self.boot = boot  # the number of this start; slots of transient messages have it
         self._handles = FileCache(self.disk)
         self.ledger = Ledger()
         journal_directory = os.path.join(self.root, "journal")
@@ -193,9 +200,7 @@ class VhostOpening:
                 indexes[stream_id(record.uid, level)] = self._index(record, level)
         found: dict[int, StreamRecovery] = {}
         if replayed is not None:
-            for number, (sid, index) in enumerate(indexes.items()):
-                found[sid] = recover_stream(self.disk, journal_directory, index, replayed, boot, self.report)
-                self._progress("queues", number + 1, len(indexes))
+            found = self._recover_streams(indexes, replayed)
         self._open_stores(settings, taken[1] if taken is not None else None, list(found.values()))
         self.monitor = MemoryMonitor(settings.ram_bytes)
         self.context = QueueContext(
@@ -231,6 +236,23 @@ class VhostOpening:
         self.ledger.attach(self.journal)
         self._lost_and_found()
         self._begin()
+
+    def _recover_streams(self, indexes: dict[int, QueueIndex], replayed: JournalReplay) -> dict[int, StreamRecovery]:
+        """After a dirty stop: what is in the segments."""
+        everything: Iterator[ScannedSegment] | None = None
+        if self._scan is not None:
+            scans = [scan for index in indexes.values() for scan in stream_scans(index, replayed, self.boot)]
+            everything = iter(self._scan(scans))
+        found: dict[int, StreamRecovery] = {}
+        for number, (sid, index) in enumerate(indexes.items()):
+            scanned: Iterator[ScannedSegment]
+            if everything is None:
+                scanned = (scan_segment(self.disk, scan) for scan in stream_scans(index, replayed, self.boot))
+            else:
+                scanned = itertools.islice(everything, len(index.files.numbers()))
+            found[sid] = recover_stream(self.disk, self.journal.directory, index, replayed, scanned, self.report)
+            self._progress("queues", number + 1, len(indexes))
+        return found
 
     def _prepare_memory(self, records: list[QueueRecord]) -> None:
         """A directory that was last used with durability 'memory' holds nothing that counts: whatever was paged out goes.
@@ -278,7 +300,7 @@ class VhostOpening:
             directory,
             stream_id(record.uid, level),
             segment_size=self.settings.segment_entries,
-            boot=self._boot,
+            boot=self.boot,
             journal=self.journal,
             journal_directory=self.journal.directory,
             handles=self._handles,

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,12 +36,13 @@ from warren.storage.payload import join_payload
 from warren.storage.priority_queue import PriorityQueue
 from warren.storage.queue_index import QueueIndex
 from warren.storage.recovery import (
+    ScanSegments,
     pack_segments,
     write_terms,
 )
 from warren.storage.seq_ids import SeqIds
 from warren.storage.settings import EngineSettings
-from warren.storage.snapshot import link_store, write_manifest
+from warren.storage.snapshot import dump_transients, link_store, write_manifest
 from warren.storage.sqlite_queue import SqliteQueue
 from warren.storage.stored_queue import StoredQueue, backing_kind, journal_target, level_count
 from warren.storage.variable_queue import VariableQueue
@@ -72,6 +73,7 @@ class VhostStore(VhostTransactions):
         debug: bool = DEBUG,
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[str, int, int], None] | None = None,
+        scan: ScanSegments | None = None,
     ) -> None:
         self.closed = False
         self._checkpoint_lock = threading.Lock()  # taken before `lock`; held by checkpoint, delete, snapshot, close
@@ -88,6 +90,7 @@ class VhostStore(VhostTransactions):
             debug=debug,
             clock=clock,
             progress=progress,
+            scan=scan,
         )
         self._commit_bytes = self.settings.commit_bytes
         self._pace = CheckpointPace(self.settings)
@@ -503,15 +506,24 @@ class VhostStore(VhostTransactions):
             self.journal.roll()
             yield
 
-    def snapshot(self, directory: str) -> str:
-        """A consistent copy by hard links in `directory`, a data directory of its own; the vhost's root in it."""
+    def snapshot(self, directory: str, queues: Container[str] | None = None, *, transients: bool = False) -> str:
+        """A consistent copy by hard links in `directory`, a data directory of its own; the vhost's root in it.
+
+        With `transients` it also has what would not survive a restart: non-durable queues, transient messages. It is for
+        readers then: who opens it as a store finds that gone. `queues` are the names to copy; None: all."""
         target = os.path.join(directory, "vhosts", os.path.basename(self.root))
         with self.quiet(), self.disk_errors():
             self.disk.make_dirs(target)
+            chosen = [queue for queue in self.queues.values() if queues is None or queue.name in queues]
+            if transients:
+                dump_transients(self.disk, target, chosen)
+                self.transient_store.flush()
             self.store.seal()
-            files = link_store(self.disk, self.root, target)
+            names = {os.path.basename(queue.directory) for queue in chosen if transients or queue.durable}
+            known = {os.path.basename(queue.directory) for queue in self.queues.values()}
+            files = link_store(self.disk, self.root, target, left_out=known - names, transients=transients)
             for queue, backing in self._sqlite_queues():
-                if queue.durable:
+                if queue.durable and queue in chosen:
                     backing.backup(os.path.join(target, os.path.relpath(backing.database.path, self.root)))
             self.metadata.end_group()
             self.metadata.backup(os.path.join(target, "meta.db"))
@@ -523,15 +535,8 @@ class VhostStore(VhostTransactions):
                     "vhost": self.vhost,
                     "lsn": self.journal.synced_lsn,
                     "files": files,
-                    "queues": {
-                        queue.name: {
-                            "uid": queue.uid,
-                            "ready": len(queue.backing),
-                            "unacknowledged": queue.backing.pending_count,
-                            "pending": queue.backing.pending_pairs(),
-                        }
-                        for queue in self.queues.values()
-                    },
+                    "boot": self.boot if transients else 0,
+                    "queues": {queue.name: _manifest_of(queue) for queue in chosen},
                 },
             )
         return target
@@ -612,3 +617,22 @@ class VhostStore(VhostTransactions):
             self.transient_store.close()
             self.metadata.close()
             self._directory_lock.release()
+
+
+def _manifest_of(queue: StoredQueue) -> dict[str, Any]:
+    """What a reader of a snapshot has to know of a queue that no file says."""
+    return {
+        "uid": queue.uid,
+        "durable": queue.durable,
+        "arguments": queue.record.arguments,
+        "directory": os.path.basename(queue.directory),
+        "levels": level_count(queue.record),
+        "backing": backing_kind(queue.record),
+        "ready": len(queue.backing),
+        "unacknowledged": queue.backing.pending_count,
+        "pending": queue.backing.pending_pairs(),
+        "next_seq_id": queue.seqs.next,
+        "redelivered_below": queue.backing.redelivered_below,
+        "returned": queue.backing.returned.pairs(),
+        "forgotten": {str(index.sid): pairs for index in queue.indexes if (pairs := index.forgotten_pairs())},
+    }

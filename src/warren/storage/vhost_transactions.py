@@ -5,7 +5,9 @@ Each is one record group of the journal, under one CRC, never split: replay appl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 from warren.errors import QueueNotFoundError
 from warren.kernel.entry import Entry
@@ -14,6 +16,8 @@ from warren.kernel.overlay import HIDDEN
 from warren.storage.backing_queue import Checkout
 from warren.storage.stored_queue import StoredQueue
 from warren.storage.vhost_opening import VhostOpening
+
+Arrival = tuple[StoredQueue, list[Entry]]  # messages for one queue; no queue is there twice
 
 
 class VhostTransactions(VhostOpening):
@@ -42,65 +46,66 @@ class VhostTransactions(VhostOpening):
         self, publishes: list[tuple[StoredQueue, Entry]], acks: list[tuple[StoredQueue, list[int]]]
     ) -> list[int]:
         """All of it or nothing, also across a crash: one record group. Visible once it is safe. The seq_ids."""
-        self._reserve_for(publishes)
+        grouped: dict[str, Arrival] = {}
+        for queue, entry in publishes:
+            grouped.setdefault(queue.name, (queue, []))[1].append(entry)
+        arriving = list(grouped.values())
+        for queue, entries in arriving:
+            self.reserve(self.get(queue.name), len(entries))
         with self.lock:
             self.committer.check_publish() if publishes else self.committer.check()
-            lsn = self._begin_transaction(publishes, acks, None)
+            lsn = self._begin_transaction(arriving, acks, None)
         if lsn is not None:
             self.committer.sync(lsn)
         return [entry.seq for _, entry in publishes]
 
     def transact_later(
         self,
-        publishes: list[tuple[StoredQueue, Entry]],
+        arriving: list[Arrival],
         acks: list[tuple[StoredQueue, list[int]]],
         done: Callable[[], None],
+        state: tuple[int, str, Any] | None = None,
     ) -> None:
         """As `transact`, but returns at once. `done` is called when it is safe and visible: by the thread that committed
-        it, with the lock. Requires: `has_seq_ids(publishes)`, under the same lock."""
+        it, with the lock. `state` (record type, key, value) is put into the ledger as part of it. Requires:
+        `has_seq_ids(arriving)`, under the same lock."""
         with self.lock:
             self.committer.check()
-            self._begin_transaction(publishes, acks, done)
+            self._begin_transaction(arriving, acks, done, state)
 
-    def has_seq_ids(self, publishes: list[tuple[StoredQueue, Entry]]) -> bool:
+    def has_seq_ids(self, arriving: list[Arrival]) -> bool:
         """May `transact_later` take its seq_ids now? Asks for reservations; False: try again after a commit."""
-        wanted: dict[str, int] = {}
-        for queue, _ in publishes:
-            wanted[queue.name] = wanted.get(queue.name, 0) + 1
-        answers = [self.get(name).seqs.available(count) for name, count in wanted.items()]  # all of them ask
+        answers = [queue.seqs.available(len(entries)) for queue, entries in arriving]  # all of them ask
         return all(answers)
-
-    def _reserve_for(self, publishes: list[tuple[StoredQueue, Entry]]) -> None:
-        wanted: dict[str, int] = {}
-        for queue, _ in publishes:
-            wanted[queue.name] = wanted.get(queue.name, 0) + 1
-        for name, count in wanted.items():
-            self.reserve(self.get(name), count)
 
     def _begin_transaction(
         self,
-        publishes: list[tuple[StoredQueue, Entry]],
+        arriving: list[Arrival],
         acks: list[tuple[StoredQueue, list[int]]],
         done: Callable[[], None] | None,
+        state: tuple[int, str, Any] | None = None,
     ) -> int | None:
         """The LSN whose sync makes it safe; None: there is nothing to wait for. Requires: the lock, reserved seq_ids."""
-        for queue, entry in publishes:
-            entry.seq = queue.seqs.take(1)
+        for queue, entries in arriving:
+            for seq, entry in enumerate(entries, queue.seqs.take(len(entries))):
+                entry.seq = seq
         if self.durability != "memory":
             self.journal.buffer.begin_group()
             try:
-                for queue, entry in publishes:
-                    queue.backing.journal_publish([entry], HIDDEN)
+                for queue, entries in arriving:
+                    queue.backing.journal_publish(entries, HIDDEN)
                 for queue, acked in acks:
                     queue.backing.journal_ack(acked)
+                if state is not None:
+                    self.ledger.put(*state)
             except BaseException as error:  # half a group, and its acks are done in memory: only recovery helps
                 self.committer.fail(error)
                 raise
             self.journal.buffer.end_group()
 
         def apply() -> None:
-            for queue, entry in publishes:
-                queue.backing.reveal([entry])
+            for queue, entries in arriving:
+                queue.backing.reveal(entries)
             for queue, acked in acks:
                 queue.backing.ack_committed(acked)
             if done is not None:
@@ -114,34 +119,61 @@ class VhostTransactions(VhostOpening):
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
-    def checkout(self, queue: StoredQueue, lease: str, limit: int, most_bytes: int = 1 << 62) -> Checkout | None:
-        """Freeze ready messages from the head as the lease's next checkout; durable when this returns."""
+    def checkout(
+        self, queues: StoredQueue | list[StoredQueue], lease: str, limit: int, most_bytes: int = 1 << 62
+    ) -> Checkout | None:
+        """Freeze ready messages from the heads as the lease's next checkout; durable when this returns."""
+        with self.lock:
+            made = self.begin_checkout(queues if isinstance(queues, list) else [queues], lease, limit, most_bytes)
+            lsn = self.journal.appended_lsn
+        if made is not None:
+            self.committer.sync(lsn)
+        return made
+
+    def begin_checkout(
+        self, queues: list[StoredQueue], lease: str, limit: int, most_bytes: int = 1 << 62
+    ) -> Checkout | None:
+        """As `checkout`, durable with the next commit. None: nothing is ready. Several queues share the limits by their
+        lengths, so that none starves behind a long one."""
         with self.lock:
             self.committer.check()
-            state = self._lease(lease)
-            ranges = queue.backing.checkout(limit, most_bytes)
+            ready = [queue for queue in queues if not queue.backing.is_empty()]
+            total = sum(len(queue.backing) for queue in ready)
+            ranges: dict[int, list[int]] = {}
+            for queue in ready:
+                share = limit if total <= limit else min(limit, max(1, limit * len(queue.backing) // total))
+                total -= len(queue.backing)
+                head = queue.backing.peek()
+                if ranges and head is not None and head.size > most_bytes:
+                    continue
+                before = queue.backing.ready_bytes()
+                taken = queue.backing.checkout(share, most_bytes)
+                ranges.update(taken)
+                limit -= sum(sum(pairs[1::2]) for pairs in taken.values())
+                most_bytes -= before - queue.backing.ready_bytes()
+                if limit <= 0 or most_bytes <= 0:
+                    break
             if not ranges:
                 return None
+            state = self.lease(lease)
             number = state["next"]
             self.journal.buffer.begin_group()
             self.ledger.put(LEASE, lease, {**state, "next": number + 1})
             self.ledger.put(
-                CHECKOUT,
-                f"{lease}/{number}",
-                {"queue": queue.uid, "ranges": {str(sid): pairs for sid, pairs in ranges.items()}},
+                CHECKOUT, f"{lease}/{number}", {"ranges": {str(sid): pairs for sid, pairs in ranges.items()}}
             )
             self.journal.buffer.end_group()
-            lsn = self.journal.appended_lsn
-        self.committer.sync(lsn)
         return Checkout(number, lease, ranges)
 
-    def _lease(self, lease: str) -> dict[str, int]:
+    def lease(self, lease: str) -> dict[str, Any]:
         """Its record; a new one where there is none, which is above the checkouts that damage has left of it."""
-        state: dict[str, int] | None = self.ledger.table(LEASE).get(lease)
+        state: dict[str, Any] | None = self.ledger.table(LEASE).get(lease)
         if state is not None:
             return state
         last = max((checkout.number for checkout in self.checkouts(lease)), default=0)
-        return {"epoch": 0, "floor": 0, "next": last + 1}
+        # Born and epochs are never used twice by leases of one name: calls and tickets of a released one fit no other.
+        born = time.time_ns()
+        return {"born": born, "epoch": born, "floor": 0, "next": last + 1}
 
     def checkouts(self, lease: str) -> list[Checkout]:
         """Open checkouts of a lease, oldest first."""
@@ -155,6 +187,14 @@ class VhostTransactions(VhostOpening):
 
     def settle(self, lease: str, upto: int, *, requeue: bool = False) -> int:
         """End all checkouts of a lease up to a number, as acked or ready again; one record group, idempotent."""
+        with self.lock:
+            settled = self.begin_settle(lease, upto, requeue=requeue)
+            lsn = self.journal.appended_lsn
+        self.committer.sync(lsn)
+        return settled
+
+    def begin_settle(self, lease: str, upto: int, *, requeue: bool = False) -> int:
+        """As `settle`, durable with the next commit."""
         settled = 0
         with self.lock:
             self.committer.check()
@@ -162,14 +202,12 @@ class VhostTransactions(VhostOpening):
             if due:
                 by_uid = {queue.uid: queue for queue in self.queues.values()}
                 self.journal.buffer.begin_group()
-                state = self._lease(lease)
+                state = self.lease(lease)
                 self.ledger.put(LEASE, lease, {**state, "floor": max(state["floor"], upto)})
                 for checkout in due:
-                    uid = self.ledger.table(CHECKOUT)[f"{lease}/{checkout.number}"]["queue"]
                     self.ledger.put(CHECKOUT, f"{lease}/{checkout.number}", None)
-                    if uid in by_uid:
-                        settled += by_uid[uid].backing.settle(checkout.ranges, requeue)
+                    for uid in {sid >> 8 for sid in checkout.ranges}:
+                        if uid in by_uid:
+                            settled += by_uid[uid].backing.settle(checkout.ranges, requeue)
                 self.journal.buffer.end_group()
-            lsn = self.journal.appended_lsn
-        self.committer.sync(lsn)
         return settled

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from warren.kernel.entry import Entry, entry_ranges, record_pending, take_pending, total_size
 from warren.kernel.ranges import RangeSet
+from warren.storage.backing_queue import everything
 from warren.storage.context import QueueContext
 from warren.storage.rates import Rates
 from warren.storage.seq_ids import SeqIds
@@ -206,6 +207,9 @@ class VolatileQueue:
 
     def purge_acks(self) -> int:
         return len(self.ack(list(self._pending)))
+
+    def spill(self) -> list[Entry]:
+        return everything(self)
 
     def checkout(self, limit: int, most_bytes: int) -> dict[int, list[int]]:
         taken: list[Entry] = []

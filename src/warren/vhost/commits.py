@@ -18,11 +18,21 @@ from warren.storage.vhost_store import VhostStore
 log = logging.getLogger("warren.vhost")
 
 _FULL_RETRY_SECONDS = 0.2
+_SAFE_SECONDS = 60.0
 
 
 class Waiter(Protocol):
     def committed(self, number: int) -> None:
         """Everything that was appended when `Commits.wait` was called with `number`, or before, is safe."""
+
+
+class _Once:
+    def __init__(self, future: asyncio.Future[None]) -> None:
+        self.future = future
+
+    def committed(self, number: int) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
 
 
 class Commits:
@@ -60,6 +70,13 @@ class Commits:
             return
         self._waiting.append((waiter, number))
         self.wake()
+
+    async def safe(self) -> None:
+        """Return when what is in the journal now is safe. Raises TimeoutError: the store has failed, or its disk is full."""
+        waiter = _Once(self._loop.create_future())
+        self.wait(waiter, 0)
+        async with asyncio.timeout(_SAFE_SECONDS):
+            await waiter.future
 
     def stop(self) -> None:
         """After a last commit. Called off the loop, or when the loop has nothing more to append."""

@@ -7,6 +7,7 @@ what there is:
                         grants      what a user may do has changed                         (answered when it holds)
                         alarm       memory or disk is short, or is not any more            (no answer)
                         status      counters of all queues                                 (answered)
+                        data        a request of the data pipeline (`data_requests.py`)    (answered)
                         stop        finish the commits, write recovery terms, exit         (answered by the exit)
     vhost to node       up          recovery is done
                         answer      to the message with this id
@@ -28,7 +29,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-TO_VHOST = frozenset(("hand_over", "grants", "alarm", "status", "stop"))
+TO_VHOST = frozenset(("hand_over", "grants", "alarm", "status", "data", "stop"))
 TO_NODE = frozenset(("up", "answer", "failed"))
 
 _LENGTH = struct.Struct(">I")

@@ -116,6 +116,12 @@ class Permissions:
             self._answers[key] = answer
         return answer
 
+    def is_narrowed(self, exchange: str) -> bool:
+        """Has the user topic permissions for this exchange?"""
+        if self._version != self._source.version:
+            self._reload()
+        return self._grant is not None and exchange in self._grant.topics
+
     def check_topic(
         self,
         exchange: str,

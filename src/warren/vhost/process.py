@@ -69,6 +69,7 @@ class _Process:
                     name,
                     durability=self._arguments["durability"],
                     max_message_size=self._arguments["max_message_size"],
+                    consumer_timeout=self._arguments["consumer_timeout"],
                     queue_type_aliases=self._arguments["queue_type_aliases"],
                     failed=self._store_failed,
                 )
@@ -107,8 +108,18 @@ class _Process:
                 vhost.set_alarm(message["resource"], message["is_set"])
         elif what == "status":
             self._control.answer(message, [vhost.info() for vhost in self._vhosts.values()])
+        elif what == "data":
+            self._start(self._data(message))
         elif what == "stop":
             self._stopping.set()
+
+    async def _data(self, message: Message) -> None:
+        user, name = message["user"], message["vhost"]
+        vhost = self._vhosts[name]
+        self._grants.put(user, name, message["grant"])
+        permissions = Permissions(self._grants, user, name)
+        answer = await vhost.data_requests.answer(message["name"], permissions, message["arguments"])
+        self._control.answer(message, answer)
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -21,6 +21,7 @@ from typing import Any
 from warren.amqp.errors import AmqpError
 from warren.errors import QueueArgumentError, WarrenError
 from warren.kernel.entry import PERSISTENT, Entry, copy_entries, seqs_of
+from warren.kernel.journal_codec import CHECKOUT
 from warren.queueing.arguments import QueueArguments, known_arguments
 from warren.queueing.dead_letter import Death
 from warren.queueing.delayed import PREFIX as DELAYED_PREFIX
@@ -34,6 +35,7 @@ from warren.routing.router import Removed, Router
 from warren.storage.settings import EngineSettings
 from warren.storage.vhost_store import StoredQueue, VhostStore
 from warren.vhost.commits import Commits
+from warren.vhost.data_requests import DataRequests
 
 log = logging.getLogger("warren.vhost")
 
@@ -47,9 +49,11 @@ QUEUE_RESTARTS, QUEUE_RESTART_SECONDS = 5, 10.0
 class _Move:
     """Messages that leave one queue for others."""
 
-    publishes: list[tuple[StoredQueue, Entry]] = field(default_factory=list)
     acks: list[tuple[StoredQueue, list[int]]] = field(default_factory=list)
-    arrived: dict[QueueProcess, list[Entry]] = field(default_factory=dict)
+    arriving: dict[QueueProcess, list[Entry]] = field(default_factory=dict)
+    delayed: dict[DelayedQueue, list[Entry]] = field(default_factory=dict)
+    state: tuple[int, str, Any] | None = None  # of the ledger, as part of it
+    done: Callable[[], None] | None = None  # told on the loop
 
 
 class Vhost:
@@ -62,11 +66,14 @@ class Vhost:
         settings: EngineSettings | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         max_message_size: int = 134_217_728,
+        consumer_timeout: float = 0.0,
         queue_type_aliases: Mapping[str, str] | None = None,
         failed: Callable[[WarrenError], None] = lambda error: None,
     ) -> None:
         self.name = name
         self.max_message_size = max_message_size
+        self.consumer_timeout = consumer_timeout  # seconds that a delivery may wait for its ack; 0: for ever
+        self.clock = time.monotonic
         self._aliases = {"quorum": "classic"} if queue_type_aliases is None else dict(queue_type_aliases)
         self._loop = loop or asyncio.get_running_loop()
         self.store = VhostStore(data_directory, name, durability=durability, settings=settings)
@@ -87,6 +94,10 @@ class Vhost:
         self.operator_policies: dict[str, Policy] = {}
         self.delayed: dict[str, DelayedQueue] = {}  # by exchange
         self._recover()
+        self.data_requests = DataRequests(self)
+        self.data_requests.start()
+        if consumer_timeout:
+            self._loop.call_later(consumer_timeout / 4, self._check_timeouts)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -130,6 +141,7 @@ class Vhost:
             queue.deleted = True  # no timer acts from now on
         for delayed in self.delayed.values():
             delayed.close()
+        await self.data_requests.stop()
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -159,6 +171,13 @@ class Vhost:
 
     def wake(self) -> None:
         self.commits.wake()
+
+    def _check_timeouts(self) -> None:
+        """Close the channels of consumers that have kept a message for too long."""
+        for connection in list(self.connections):
+            connection.check_timeouts()
+        if self.failure is None:
+            self._loop.call_later(self.consumer_timeout / 4, self._check_timeouts)
 
     def _changing(self) -> None:
         """What this turn of the loop changes in the metadata is one commit; answers leave behind it."""
@@ -340,6 +359,11 @@ class Vhost:
         restarted = self._add(stored, queue.exclusive_to, queue.auto_delete)
         restarted.declared_durable = queue.declared_durable
 
+    def is_leased(self, queue: QueueProcess) -> bool:
+        uid = queue.stored.uid
+        checkouts = self.store.ledger.table(CHECKOUT).values()
+        return any(int(sid) >> 8 == uid for value in checkouts for sid in value["ranges"])
+
     def delete_down(self, name: str) -> int:
         """Delete a queue that failed too often."""
         self.down.discard(name)
@@ -506,16 +530,15 @@ class Vhost:
         if target.ttl_us >= 0:
             copy.expiry = now + target.ttl_us
         # A queue that rejects counts those that are on their way with it; the others take everything.
-        before = move.arrived.get(target, []) if target.arguments.overflow != "drop-head" else []
+        before = move.arriving.get(target, []) if target.arguments.overflow != "drop-head" else []
         if not target.admit([*before, copy])[1]:
-            move.publishes.append((target.stored, copy))
-            move.arrived.setdefault(target, []).append(copy)
+            move.arriving.setdefault(target, []).append(copy)
 
     def _do(self, move: _Move) -> None:
         """Publishes and acks as one; the targets learn of it when it is safe."""
 
         def committed() -> None:  # by the thread of the commits, with the engine's lock
-            self._loop.call_soon_threadsafe(self._moved, move.arrived)
+            self._loop.call_soon_threadsafe(self._moved, move)
 
         with self.store.lock:
             # It may have waited. A source that was restarted meanwhile has its messages again, and one that was deleted
@@ -523,23 +546,39 @@ class Vhost:
             known = self.store.queues
             if any(known.get(queue.name) is not queue for queue, _ in move.acks):
                 return
-            move.publishes = [
-                (current, entry)
-                for queue, entry in move.publishes
-                if (current := known.get(queue.name)) is not None and current.uid == queue.uid
+            targets = [(queue.stored, entries) for queue, entries in move.arriving.items()]
+            targets += [(delayed.stored, entries) for delayed, entries in move.delayed.items()]
+            arriving = [
+                (current, entries)
+                for stored, entries in targets
+                if (current := known.get(stored.name)) is not None and current.uid == stored.uid
             ]
-            if self.store.has_seq_ids(move.publishes):
-                self.store.transact_later(move.publishes, move.acks, committed)
+            if self.store.has_seq_ids(arriving):
+                self.store.transact_later(arriving, move.acks, committed, move.state)
             else:
                 self._loop.call_later(_MOVE_RETRY_SECONDS, self._do, move)
         self.wake()
 
-    @staticmethod
-    def _moved(arrived: dict[QueueProcess, list[Entry]]) -> None:
-        for queue, entries in arrived.items():
+    def _moved(self, move: _Move) -> None:
+        for queue, entries in move.arriving.items():
             if not queue.deleted:
                 with contextlib.suppress(QueueCrashed):  # they are its own by now
                     queue.accept(entries)
+        for delayed, entries in move.delayed.items():
+            if self.delayed.get(delayed.exchange) is delayed:
+                delayed.arrived(entries)
+        if move.done is not None:
+            move.done()
+
+    def publish_with_state(
+        self,
+        arriving: dict[QueueProcess, list[Entry]],
+        delayed: dict[DelayedQueue, list[Entry]],
+        state: tuple[int, str, Any],
+        done: Callable[[], None],
+    ) -> None:
+        """Messages to queues and to delayed exchanges, and a value of the ledger, as one."""
+        self._do(_Move(arriving=arriving, delayed=delayed, state=state, done=done))
 
     # -- delays ------------------------------------------------------------------------------------------------------
 

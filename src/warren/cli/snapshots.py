@@ -1,0 +1,61 @@
+"""`warren snapshots`: what readers hold of a running broker's store."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from warren.cli.broker import DEFAULT_URL, Password, Url, User, asking, in_vhost
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.command("list")
+def list_snapshots(
+    vhost: Annotated[str | None, typer.Option(help="Only of this vhost.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    url: Url = DEFAULT_URL,
+    user: User = "guest",
+    password: Password = "guest",
+) -> None:
+    """Show all snapshots that readers hold: of which queues, how many messages, how long they stay."""
+    with asking(url, user, password) as broker:
+        snapshots = broker.call("snapshots/list", **in_vhost(vhost))["snapshots"]
+    if as_json:
+        typer.echo(json.dumps(snapshots, indent=1))
+        return
+    table = Table("vhost", "id", "user", "queues", "messages", "taken", "stays")
+    now = time.time()
+    for one in snapshots:
+        names = sorted(one["queues"])
+        cells = (
+            one["vhost"],
+            one["id"],
+            one["user"],
+            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+            f"{one['messages']:,}",
+            f"{now - one['taken_at']:.0f} s ago",
+            f"{one['until'] - now:.0f} s more",
+        )
+        table.add_row(*map(escape, cells))
+    Console().print(table if snapshots else "There are no snapshots.")
+
+
+@app.command()
+def release(
+    id: Annotated[str, typer.Argument(help="As `warren snapshots list` shows it.")],
+    vhost: Annotated[str, typer.Option(help="The vhost.")] = "/",
+    url: Url = DEFAULT_URL,
+    user: User = "guest",
+    password: Password = "guest",
+) -> None:
+    """End a snapshot now. Who still reads it fails."""
+    with asking(url, user, password) as broker:
+        broker.call("snapshots/release", vhost=vhost, id=id)
+    typer.echo(f"snapshot {id} is released")

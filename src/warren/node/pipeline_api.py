@@ -1,0 +1,215 @@
+"""HTTP for the data pipeline: POST /api/pipeline/<request>, JSON in and out.
+
+Who asks says who he is, with a password (Basic) or a token (Bearer), once, on Spark's driver. What the driver then hands to
+executors are tickets (`warren/tickets.py`), which are good for one snapshot, some checkouts or one batch. The requests
+that executors make here, `leases/plan` and `snapshots/heartbeat`, carry such a ticket.
+
+An error is `{"error": code, "reason": text}` with its status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import logging
+import os
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from warren.node.broker import Broker
+from warren.node.data_server import DataServer
+from warren.tickets import TicketError, Tickets, host_name
+from warren.vhost.refused import Refused, bad_request
+
+log = logging.getLogger("warren.node")
+
+ADDRESS_NAME = "node.json"  # in the data directory: where the running node is
+_TOKEN_SECONDS = 12 * 3600.0
+_TICKET_SECONDS = 24 * 3600.0
+_MOST_BODY_BYTES = 16 * 1024 * 1024
+_MOST_TICKET_BYTES = 64 * 1024
+_BY_TICKET = ("leases/plan", "snapshots/heartbeat")
+_LISTS = {"snapshots/list": "snapshots", "leases/list": "leases"}
+
+
+class PipelineApi:
+    """The requests, and the data server that some of them lead to."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._known: Tickets | None = None
+        self._data_server: DataServer | None = None
+        self._url = ""
+        self._starting: asyncio.Task[int | None] | None = None
+
+    @property
+    def _tickets(self) -> Tickets:
+        if self._known is None:
+            self._known = Tickets.of_directory(str(self._broker.config.data_dir))
+        return self._known
+
+    def routes(self) -> list[Route]:
+        return [Route("/api/pipeline/{name:path}", self._serve, methods=["POST"])]
+
+    def listening(self, url: str) -> None:
+        """The HTTP server is up: say so to those who find the data directory."""
+        self._url = url
+        path = os.path.join(self._broker.config.data_dir, ADDRESS_NAME)
+        with open(path + ".tmp", "w") as file:
+            json.dump({"http": url, "pid": os.getpid()}, file)
+        os.replace(path + ".tmp", path)
+        if self._server().was_used:  # tasks may be waiting for it since the node died
+            self._starting = asyncio.get_running_loop().create_task(self._server().port(url))
+
+    async def stop(self) -> None:
+        if self._url:
+            path = os.path.join(self._broker.config.data_dir, ADDRESS_NAME)
+            if os.path.exists(path):
+                os.unlink(path)
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if self._data_server is not None:
+            await self._data_server.stop()
+
+    async def _serve(self, request: Request) -> Response:
+        try:
+            return JSONResponse(await self._answer(request))
+        except Refused as refused:
+            headers = {"WWW-Authenticate": 'Basic realm="Warren"'} if refused.status == 401 else None
+            return JSONResponse({"error": refused.code, "reason": str(refused)}, refused.status, headers)
+        except Exception:
+            log.exception("a request of the pipeline failed: %s", request.url.path)
+            return JSONResponse({"error": "unavailable", "reason": "the broker failed; its log says why"}, 503)
+
+    async def _answer(self, request: Request) -> dict[str, Any]:
+        name = request.path_params["name"]
+        if not self._broker.started:
+            raise Refused(503, "unavailable", "the broker is starting")
+        # Who shows a ticket sends little; who sends much has said who he is.
+        user = await self._user(request) if "authorization" in request.headers or name not in _BY_TICKET else ""
+        body = await self._body(request, _MOST_BODY_BYTES if user else _MOST_TICKET_BYTES)
+        if name == "leases/plan":
+            return await self._plan(body)
+        if name == "snapshots/heartbeat" and not user:
+            said = self._checked(body, "snapshot")
+            return await self._broker.data_request(name, said["user"], said["vhost"], {"id": said["id"]})
+        if name == "token":
+            if request.headers["authorization"].lower().startswith("bearer"):
+                raise Refused(403, "forbidden", "a token does not give another one: say user and password")
+            token = self._tickets.issue("user", seconds=_TOKEN_SECONDS, user=user)
+            return {"token": token, "expires_at": time.time() + _TOKEN_SECONDS}
+        if name in _LISTS and "vhost" not in body:
+            return await self._list(name, user)
+        vhost = body.pop("vhost", "/")
+        result = await self._broker.data_request(name, user, vhost, body)
+        return await self._with_ticket(request, name, user, vhost, body, result)
+
+    async def _body(self, request: Request, most: int) -> dict[str, Any]:
+        data = bytearray()
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > most:
+                raise bad_request(f"the request has more than {most} bytes")
+        try:
+            body = json.loads(data or b"{}")
+        except ValueError as error:
+            raise bad_request(f"the body is not JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise bad_request("the body is not a JSON object")
+        return body
+
+    async def _user(self, request: Request) -> str:
+        """Who asks. Raises Refused with 401."""
+        kind, _, credential = request.headers.get("authorization", "").partition(" ")
+        address = request.client.host if request.client is not None else ""
+        user: str | None = None
+        if kind.lower() == "bearer":
+            try:
+                user = self._tickets.check(credential, "user")["user"]
+            except TicketError as error:
+                raise Refused(401, "unauthorized", f"token: {error}") from None
+            if self._broker.users.user(user) is None:
+                user = None
+        elif kind.lower() == "basic":
+            try:
+                name, _, password = base64.b64decode(credential, validate=True).decode().partition(":")
+            except (binascii.Error, UnicodeDecodeError):
+                raise bad_request("the Authorization header is not Basic credentials") from None
+            if await asyncio.to_thread(self._broker.authenticate, name, password):
+                user = name
+        else:
+            raise Refused(401, "unauthorized", "say who you are: options user and password, or token")
+        if user is None or not self._broker.may_connect_from(user, address):
+            raise Refused(401, "unauthorized", "user or password is wrong, or the user may not come from this address")
+        return user
+
+    async def _list(self, name: str, user: str) -> dict[str, Any]:
+        """Of all vhosts that the user may see."""
+        key = _LISTS[name]
+        found: list[Any] = []
+        for vhost in self._broker.users.vhosts():
+            if self._broker.refusal(user, vhost) is None:
+                found += (await self._broker.data_request(name, user, vhost, {}))[key]
+        return {key: found}
+
+    async def _plan(self, body: dict[str, Any]) -> dict[str, Any]:
+        """For an executor: a part of what its ticket is good for."""
+        said = self._checked(body, "checkout")
+        arguments = {key: body.get(key) for key in ("number", "sid", "first", "stop")}
+        if not all(isinstance(value, int) for value in arguments.values()):
+            raise bad_request("leases/plan needs the numbers number, sid, first and stop")
+        if not said["first"] <= arguments["number"] <= said["last"]:
+            raise Refused(403, "forbidden", f"the ticket is not good for checkout {arguments['number']}")
+        return await self._broker.data_request(
+            "leases/plan", said["user"], said["vhost"], {"lease": said["lease"], "born": said["born"], **arguments}
+        )
+
+    def _checked(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
+        try:
+            return self._tickets.check(str(body.get("ticket", "")), kind)
+        except TicketError as error:
+            raise Refused(401, "unauthorized", str(error)) from None
+
+    async def _with_ticket(
+        self, request: Request, name: str, user: str, vhost: str, body: dict[str, Any], result: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What executors need besides."""
+        says: dict[str, Any] = {"vhost": vhost, "user": user}
+        if name == "snapshots/take":
+            kind, seconds = "snapshot", max(_TICKET_SECONDS, float(result["ttl"]))
+            says |= {"path": result["path"], "id": result["id"]}
+        elif name == "leases/describe":
+            kind, seconds = "checkout", _TICKET_SECONDS
+            says |= {"lease": body["lease"], "first": body["first"], "last": body["last"], "born": result["born"]}
+        elif name == "stages/open":
+            kind, seconds = "stage", _TICKET_SECONDS
+            says |= {"writer": result.pop("writer"), "batch": body.get("batch"), "root": result.pop("root")}
+        else:
+            return result
+        url = await self._data_url(request)
+        if url is None and kind == "stage":
+            why = self._data_server.why if self._data_server is not None else ""
+            raise Refused(503, "unavailable", f"the broker's data server cannot be started: {why}")
+        ticket = self._tickets.issue(kind, seconds=seconds, **says)
+        return {**result, "vhost": vhost, "host": host_name(), "ticket": ticket, "data_url": url}
+
+    def _server(self) -> DataServer:
+        if self._data_server is None:
+            config = self._broker.config
+            self._data_server = DataServer(
+                config.host, config.data_port, self._tickets.key, config.tls.http_files, config.data_dir
+            )
+        return self._data_server
+
+    async def _data_url(self, request: Request) -> str | None:
+        port = await self._server().port(self._url)
+        if port is None:
+            return None
+        host = request.url.hostname or self._broker.config.host
+        return f"{request.url.scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,1 @@
+"""Jobs over whole stores and queues, on Spark: the commands of `warren spark`, one a file."""

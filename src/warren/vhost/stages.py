@@ -1,0 +1,454 @@
+"""Stages: how a sink of Spark publishes a batch exactly once.
+
+A task stages its rows in a file (`storage/stage_file.py`): durable, and known to nobody. The driver then decides: one record
+in the journal names the stages of the batch, and from there on the batch is published, whatever dies. Rules:
+
+1. A batch is decided once. Who asks again hears yes, and the stages that he brings are dropped: they are of a repetition.
+2. Stages that no decision names are dropped when their writer decides a later batch, or after a day.
+3. Releasing moves rows into exchanges a few hundred at a time. The messages and how far it has come are one record group:
+   after a crash it goes on at the row where it was.
+4. A writer's next batch is decided when the one before it is released. So a queue that does not take more holds the stream
+   back, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from warren.kernel.entry import PERSISTENT, Entry
+from warren.kernel.journal_codec import STAGE
+from warren.queueing.delayed import DelayedQueue
+from warren.queueing.properties import build_head, decode_head
+from warren.queueing.queue_process import QueueProcess
+from warren.storage.stage_file import (
+    STAGES,
+    StageError,
+    StageReader,
+    batch_of,
+    read_info,
+    stage_directory,
+    stage_path,
+)
+from warren.vhost.permissions import Permissions
+from warren.vhost.refused import Refused, bad_request, forbidden, not_found
+
+if TYPE_CHECKING:
+    from warren.vhost.vhost import Vhost
+
+log = logging.getLogger("warren.vhost")
+
+_ROWS = 2048  # in one record group
+_BYTES = 4 << 20
+_WAIT_SECONDS = 30.0  # that a decision waits for its release
+_TROUBLE_SECONDS = 1.0
+_FULL_SECONDS = 0.2  # between two looks at a queue that does not take more
+_HEADS_KEPT = 4096
+_MOST_NAME = 120
+ONLY_BATCH = "0"  # of a writer that is no stream
+_ORPHAN_SECONDS = 86_400.0
+
+
+class _Address(NamedTuple):
+    """What a head says, as far as publishing goes."""
+
+    head: bytes  # as consumers get it
+    exchange: str
+    keys: list[str]
+    headers: dict[str, Any]
+    persistent: bool
+    priority: int
+    expiration_us: int  # below 0: never
+    delay_us: int
+
+
+class _Target(NamedTuple):
+    """A queue that rows with one head go to, and as what."""
+
+    queue: QueueProcess
+    flags: int
+    level: int
+    expiry: int
+    rejects: bool
+
+
+class _Group:
+    """Rows on their way into queues, as one. Rows with equal heads go the same way, so that is looked for once."""
+
+    def __init__(self, vhost: Vhost, addresses: dict[bytes, _Address]) -> None:
+        self._vhost = vhost
+        self._addresses = addresses
+        self._now = time.time_ns() // 1000
+        self._ways: dict[bytes, tuple[bytes, list[_Target]]] = {}
+        self.arriving: dict[QueueProcess, list[Entry]] = {}
+        self.delayed: dict[DelayedQueue, list[Entry]] = {}
+        self._under_way: dict[QueueProcess, tuple[int, int]] = {}  # messages and bytes
+
+    def add(self, head: bytes, body: bytes) -> bool:
+        """One row to where it goes; False: a queue that rejects has no room for it."""
+        way = self._ways.get(head)
+        if way is None:
+            address = self._address(head)
+            exchange = self._vhost.router.exchanges.get(address.exchange)
+            if exchange is not None and exchange.delayed and address.delay_us:
+                due = self._now + address.delay_us
+                entry = Entry(0, address.head, body, PERSISTENT if address.persistent else 0, self._now, due)
+                self.delayed.setdefault(self._vhost.delayed[exchange.name], []).append(entry)
+                return True
+            # An exchange that was deleted since the decision: as any publish to nowhere.
+            way = self._ways[head] = (address.head, self._targets(address) if exchange is not None else [])
+        shown, targets = way
+        copies = []
+        for target in targets:
+            copy = Entry(0, shown, body, target.flags, self._now, target.expiry)
+            copy.level = target.level
+            if target.rejects and not self._has_room(target.queue, copy):
+                return False
+            copies.append((target.queue, copy))
+        for queue, copy in copies:
+            self.arriving.setdefault(queue, []).append(copy)
+        return True
+
+    def _has_room(self, queue: QueueProcess, copy: Entry) -> bool:
+        """Does a queue that rejects take one more, besides those on their way? What never fits waits for an empty queue."""
+        count, size = self._under_way.get(queue, (0, 0))
+        if not queue.has_room(count + 1, size + copy.size) and (count or len(queue)):
+            return False
+        self._under_way[queue] = (count + 1, size + copy.size)
+        return True
+
+    def _address(self, head: bytes) -> _Address:
+        address = self._addresses.get(head)
+        if address is None:
+            if len(self._addresses) >= _HEADS_KEPT:
+                self._addresses.clear()
+            address = self._addresses[head] = _address(head)
+        return address
+
+    def _targets(self, address: _Address) -> list[_Target]:
+        names = self._vhost.router.route_many(address.exchange, address.keys, lambda: address.headers, from_broker=True)
+        targets = []
+        for name in names:
+            queue = self._vhost.queues.get(name)
+            if queue is None:
+                continue
+            expiry = self._now + address.expiration_us if address.expiration_us >= 0 else 0
+            if queue.ttl_us >= 0:
+                expiry = min(expiry or self._now + queue.ttl_us, self._now + queue.ttl_us)
+            flags = PERSISTENT if address.persistent and queue.durable else 0
+            targets.append(_Target(queue, flags, min(address.priority, queue.highest), expiry, queue.rejects))
+        return targets
+
+
+class Stages:
+    """Decisions and releases of one vhost; everything on its loop."""
+
+    def __init__(self, vhost: Vhost) -> None:
+        self._vhost = vhost
+        self._store = vhost.store
+        self._releasing: dict[str, asyncio.Task[None]] = {}
+        self._heads: dict[bytes, _Address] = {}
+        self._stopping = False
+
+    def resume(self) -> None:
+        """After a start: go on with what was decided and not released."""
+        for writer, state in self._store.ledger.table(STAGE).items():
+            if state["pending"]:
+                self._start(writer)
+        self._drop_orphans()
+
+    async def stop(self) -> None:
+        self._stopping = True
+        tasks = list(self._releasing.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def open(self, permissions: Permissions, *, writer: str, batch: str | None = None) -> dict[str, Any]:
+        """What the writer decided last, so that a repetition is known as one."""
+        if self._store.durability == "memory":
+            raise bad_request("durability is 'memory': a decided batch would not survive; use 'os' or 'fsync'")
+        writer = _key(permissions, writer)
+        state = self._store.ledger.table(STAGE).get(writer)
+        return {"decided": state["batch"] if state else None, "root": self._store.root, "writer": writer}
+
+    def status(self, permissions: Permissions, *, writer: str) -> dict[str, Any]:
+        state = self._store.ledger.table(STAGE).get(_key(permissions, writer))
+        return {"decided": state["batch"] if state else None, "pending": len(state["pending"]) if state else 0}
+
+    def _path(self, writer: str, name: str) -> str:
+        path = stage_path(self._store.root, name)
+        if os.path.dirname(path) != stage_directory(self._store.root, writer):
+            raise bad_request(f"stage {name!r} is not of writer {writer!r}")
+        return path
+
+    async def decide(self, permissions: Permissions, *, writer: str, batch: str, stages: list[str]) -> dict[str, Any]:
+        """Publish these stages, and no others of the batch, ever."""
+        writer = _key(permissions, writer)
+        if not await self._released(writer, _WAIT_SECONDS):
+            raise Refused(503, "unavailable", f"the last batch of {writer!r} is still being published")
+        state = self._store.ledger.table(STAGE).get(writer)
+        if state is not None and _is_decided(state["batch"], batch):
+            self._drop(writer, stages)
+            return {"decided": True, "duplicate": True, "released": True, "count": 0}
+        if len(set(stages)) < len(stages):
+            raise bad_request("a stage is named twice")
+        count = 0
+        try:
+            for name in stages:
+                path = self._path(writer, name)
+                info = read_info(path)
+                self._check_exchanges(permissions, info.exchanges)
+                await self._check_topics(permissions, path, info.exchanges)
+                count += info.count
+        except StageError as error:
+            raise Refused(409, "data_loss", f"{error}; the batch was not published, run it again") from None
+        except Refused as refused:
+            if refused.status != 400:
+                self._drop(writer, stages)
+            raise
+        now = self._store.ledger.table(STAGE).get(writer)
+        if now is not None and (now["pending"] or now["batch"] == batch):  # somebody was faster
+            raise Refused(503, "unavailable", f"another batch of {writer!r} is being published")
+        with self._store.lock:
+            self._store.committer.check_publish()
+            decided = {"batch": batch, "pending": list(stages), "offset": 0, "at": time.time()}
+            self._store.ledger.put(STAGE, writer, decided)
+            self._forget_old()
+        self._start(writer)  # its records follow the decision's in the journal, so they are never safe before it
+        await self._vhost.commits.safe()
+        released = await self._released(writer, _WAIT_SECONDS)
+        return {"decided": True, "duplicate": False, "released": released, "count": count}
+
+    def _forget_old(self) -> None:
+        """Writers of one batch never come back, at most repeat it; a day later they are forgotten. Requires: the lock."""
+        now = time.time()
+        table = self._store.ledger.table(STAGE)
+        for writer in [name for name, state in table.items() if now - state["at"] > _ORPHAN_SECONDS]:
+            if table[writer]["batch"] == ONLY_BATCH and not table[writer]["pending"]:
+                self._store.ledger.put(STAGE, writer, None)
+
+    def _check_exchanges(self, permissions: Permissions, names: tuple[str, ...]) -> None:
+        for name in names:
+            exchange = self._vhost.router.exchanges.get(name)
+            if exchange is None:
+                raise not_found(
+                    f"no exchange {name!r} in vhost {self._vhost.name!r}; declare it, or correct the option exchange"
+                )
+            if exchange.internal or not permissions.check("write", "exchange", name):
+                raise forbidden(
+                    f"user {permissions.user!r} may not write to exchange {name!r} in vhost {self._vhost.name!r}"
+                )
+
+    async def _check_topics(self, permissions: Permissions, path: str, exchanges: tuple[str, ...]) -> None:
+        """Where the user's routing keys are narrowed, every row's are looked at."""
+        narrowed = {
+            name
+            for name in exchanges
+            if self._vhost.router.exchanges[name].type == "topic" and permissions.is_narrowed(name)
+        }
+        if not narrowed:
+            return
+        reader = StageReader(path)
+        try:
+            offset = 0
+            while offset < reader.end:
+                rows = reader.read(offset, _ROWS, _BYTES)
+                for head in set(rows.heads):
+                    address = _address(head)
+                    for key in address.keys if address.exchange in narrowed else ():
+                        if not permissions.check_topic(address.exchange, "write", key):
+                            raise forbidden(
+                                f"user {permissions.user!r} may not write to topic {key!r} of exchange {address.exchange!r}"
+                            )
+                if not rows.ends:
+                    break
+                offset = rows.ends[-1]
+                await asyncio.sleep(0)
+        finally:
+            reader.close()
+
+    def drop(self, permissions: Permissions, *, writer: str, stages: list[str]) -> dict[str, Any]:
+        """Stages that nobody will decide about any more."""
+        return {"dropped": self._drop(_key(permissions, writer), stages)}
+
+    def _drop(self, writer: str, stages: list[str]) -> int:
+        state = self._store.ledger.table(STAGE).get(writer)
+        kept = set(state["pending"]) if state else set()
+        dropped = 0
+        for path in [self._path(writer, name) for name in stages if name not in kept]:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+                dropped += 1
+        return dropped
+
+    # -- release -------------------------------------------------------------------------------------------------------
+
+    async def _released(self, writer: str, seconds: float) -> bool:
+        """Wait until nothing of the writer is pending; False: it takes longer than that."""
+        state = self._store.ledger.table(STAGE).get(writer)
+        if state and state["pending"] and writer not in self._releasing:
+            self._start(writer)
+        task = self._releasing.get(writer)
+        if task is not None:
+            await asyncio.wait({task}, timeout=seconds)
+        state = self._store.ledger.table(STAGE).get(writer)
+        return not (state and state["pending"])
+
+    def _start(self, writer: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._release(writer))
+        self._releasing[writer] = task
+        task.add_done_callback(lambda _: self._releasing.pop(writer, None))
+
+    async def _release(self, writer: str) -> None:
+        while not self._stopping and self._store.ledger.table(STAGE)[writer]["pending"]:
+            try:
+                await self._release_first(writer)
+            except Exception as error:  # no room on the disk, no descriptor, a queue that failed: it is tried again
+                log.warning("vhost %r: publishing what %r decided waits: %r", self._vhost.name, writer, error)
+                await asyncio.sleep(_TROUBLE_SECONDS)
+        self._drop_undecided(writer)
+
+    async def _release_first(self, writer: str) -> None:
+        """The first pending stage of a writer. One that cannot be read does not hold up the others."""
+        state = self._store.ledger.table(STAGE)[writer]
+        path = stage_path(self._store.root, state["pending"][0])
+        try:
+            reader = StageReader(path)
+            try:
+                await self._release_stage(writer, reader, state["offset"])
+            finally:
+                reader.close()
+        except StageError as error:
+            log.error("vhost %r: rows that were decided are lost: %s", self._vhost.name, error)
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, path + ".damaged")
+            await self._advance(writer, None)
+        if not self._stopping:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    async def _release_stage(self, writer: str, reader: StageReader, offset: int) -> None:
+        while not self._stopping:
+            await self._pace()
+            rows = reader.read(offset, _ROWS, _BYTES)
+            group = _Group(self._vhost, self._heads)
+            taken = 0
+            for head, body in zip(rows.heads, rows.bodies, strict=True):
+                if not group.add(head, body):
+                    break  # a queue is full: wait for it
+                taken += 1
+            offset = rows.ends[taken - 1] if taken else offset
+            done = not rows.heads or offset >= reader.end
+            if taken or done:
+                await self._advance(writer, None if done else offset, group)
+            if done:
+                return
+            if taken < len(rows.heads):
+                await asyncio.sleep(_FULL_SECONDS)
+
+    async def _pace(self) -> None:
+        """Let others work, and wait where a publisher would have to."""
+        await asyncio.sleep(self._store.overload())
+        while self._vhost.alarms and not self._stopping:
+            await asyncio.sleep(_FULL_SECONDS)
+
+    async def _advance(self, writer: str, offset: int | None, group: _Group | None = None) -> None:
+        """Publish some rows and note how far it has come, as one; None: the stage is done."""
+        state = self._store.ledger.table(STAGE)[writer]
+        after = {**state, "offset": offset or 0}
+        if offset is None:
+            after["pending"] = state["pending"][1:]
+        done = asyncio.get_running_loop().create_future()
+
+        def told() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        arriving, delayed = (group.arriving, group.delayed) if group is not None else ({}, {})
+        self._vhost.publish_with_state(arriving, delayed, (STAGE, writer, after), told)
+        await done
+
+    # -- litter --------------------------------------------------------------------------------------------------------
+
+    def _drop_undecided(self, writer: str) -> None:
+        """The writer's batch is out: whatever else it staged for it, or before it, nobody will ask for."""
+        state = self._store.ledger.table(STAGE).get(writer)
+        directory = stage_directory(self._store.root, writer)
+        self._drop_files(directory, lambda name, age: _is_of(name, state))
+        with contextlib.suppress(OSError):  # there is something in it
+            os.rmdir(directory)
+
+    def _drop_orphans(self) -> None:
+        directory = os.path.join(self._store.root, STAGES)
+        decided = {name for state in self._store.ledger.table(STAGE).values() for name in state["pending"]}
+        for writer in os.listdir(directory) if os.path.isdir(directory) else ():
+
+            def is_orphan(name: str, age: float, writer: str = writer) -> bool:
+                return age > _ORPHAN_SECONDS and f"{writer}/{name}" not in decided
+
+            self._drop_files(os.path.join(directory, writer), is_orphan)
+
+    def _drop_files(self, directory: str, is_litter: Callable[[str, float], bool]) -> None:
+        now = time.time()
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(directory):
+                path = os.path.join(directory, name)
+                if is_litter(name, now - os.path.getmtime(path)):
+                    os.unlink(path)
+
+
+def _key(permissions: Permissions, writer: str) -> str:
+    """A writer is its user's: two users may have writers of one name."""
+    if not isinstance(writer, str) or not 0 < len(writer) <= _MOST_NAME:
+        raise bad_request(f"producerName is {writer!r}; it is a name of 1 to {_MOST_NAME} characters")
+    return f"{permissions.user}:{writer}"
+
+
+def _is_of(name: str, state: dict[str, Any] | None) -> bool:
+    """Is a file of the batch that was decided last, or of one before it?"""
+    return state is not None and _is_decided(state["batch"], batch_of(name))
+
+
+def _is_decided(last: str, batch: str) -> bool:
+    """Batch ids of a stream are numbers that rise, behind the id of its checkpoint; others are equal or not."""
+    stream, _, number = batch.rpartition(".")
+    same, _, decided = last.rpartition(".")
+    if stream == same and number.isdigit() and decided.isdigit():
+        return int(number) <= int(decided)
+    return batch == last
+
+
+def _address(head: bytes) -> _Address:
+    said = decode_head(head)
+    found = said.properties.get("headers")
+    headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
+    carbon = [
+        key
+        for name in ("CC", "BCC")
+        if isinstance(headers.get(name), list)
+        for key in headers[name]
+        if isinstance(key, str)
+    ]
+    if headers.pop("BCC", None) is not None:
+        head = build_head(said.exchange, said.routing_key, {**said.properties, "headers": headers})
+    expiration = said.properties.get("expiration")
+    delay = headers.get("x-delay")
+    priority = said.properties.get("priority")
+    return _Address(
+        head=head,
+        exchange=said.exchange,
+        keys=[said.routing_key, *carbon],
+        headers=headers,
+        persistent=said.properties.get("delivery_mode") == 2,
+        priority=priority if isinstance(priority, int) else 0,
+        expiration_us=int(expiration) * 1000 if isinstance(expiration, str) and expiration.isdigit() else -1,
+        delay_us=int(delay * 1000) if isinstance(delay, (int, float)) and delay > 0 else 0,
+    )
