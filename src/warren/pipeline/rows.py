@@ -47,7 +47,7 @@ from warren.storage.layout import (
     pairs_of,
     unpack_header,
 )
-from warren.storage.segment import SegmentFiles
+from warren.storage.segment import SegmentFiles, Trailer
 
 log = logging.getLogger("warren.pipeline")
 
@@ -156,6 +156,9 @@ class _PartReader:
         directory = os.path.join(self._root, part.directory)
         data = _mapped(os.path.join(directory, f"{number}.qi"))
         self._check_header(INDEX_MAGIC, data, os.path.join(part.directory, f"{number}.qi"))
+        files = SegmentFiles(Disk(), directory, part.sid, size)
+        if self._out_of_time(files.parse_trailer(bytes(data[HEADER_BYTES + size * SLOT_BYTES :]))):
+            return None
         bodies = None
         if self._payloads:
             try:
@@ -169,18 +172,24 @@ class _PartReader:
         for start, count in pairs_of(chosen):
             set_bits(wanted, start - first, count)
         if part.only is None:
-            self._apply_acks(directory, number, first, wanted)
+            self._apply_acks(files, number, first, wanted)
         slots = data[HEADER_BYTES : HEADER_BYTES + size * SLOT_BYTES]
         return _Segment(number, first, slots, bodies, wanted)
 
-    def _apply_acks(self, directory: str, number: int, first: int, wanted: bytearray) -> None:
+    def _out_of_time(self, trailer: Trailer | None) -> bool:
+        """Is nothing of a segment of the time that was asked for, as its zone map says?"""
+        if trailer is None:
+            return False
+        since, until = self._part.since, self._part.until
+        return (since is not None and trailer.high < since) or (until is not None and trailer.low >= until)
+
+    def _apply_acks(self, files: SegmentFiles, number: int, first: int, wanted: bytearray) -> None:
         """What .qa says: slots that are done, and delivery counts. The journal's counts are newer."""
         size = self._part.segment_size
 
         def report(path: str, offset: int, length: int, seq: int, why: str) -> None:
             log.warning("%s at %d: %s", os.path.relpath(path, self._root), offset, why)
 
-        files = SegmentFiles(Disk(), directory, self._part.sid, size)
         acks, counts = files.read_ack_batches(number, report)
         for slot, count in pairs_of(acks):
             clear_bits(wanted, slot, min(count, size - slot), [])

@@ -5,8 +5,9 @@ what already reached a segment is recognised by its slot.
 
     1  carry     a queue with little left in the sealed files has it repeated in the newest one; commit
     2  bodies    .qs appended, synced (and the directory, for new files)
-    3  slots     .qi filled, ack batches appended to .qa, .qi of segments without a live slot unlinked; all synced; then
-                 the rest of those segments unlinked: a .qi that came back without its .qa would undo acks
+    3  slots     .qi filled (a full one gets its trailer), ack batches appended to .qa, .qi of segments without a live
+                 slot unlinked; all synced; then the rest of those segments unlinked: a .qi that came back without its
+                 .qa would undo acks
     4  switch    with the lock: overlay rows are gone, slots are alive; acks that came meanwhile are taken over
     5  files     queues that are kept in SQLite commit what they changed (`sqlite_queue.py`)
     6  floor     journal/FLOOR is replaced; only then are journal files below it unlinked
@@ -270,6 +271,9 @@ class Checkpoint:
             file = self._open(self._slots, index, segment, "qi", INDEX_MAGIC)
             for slot, data in runs:
                 file.pwrite(data, HEADER_BYTES + slot * SLOT_BYTES)
+                segment.written += len(data) // SLOT_BYTES
+            if segment.written >= index.segment_size:
+                index.files.write_trailer(segment.number, file)
         slots.clear()
 
     def _open(self, touched: _Touched, index: QueueIndex, segment: Segment, suffix: str, magic: bytes) -> DiskFile:

@@ -170,6 +170,7 @@ class QueueIndex:
                 for slot, data in encode_slots(group, self.sid, self.segment_size, self._boot):
                     file.pwrite(data, HEADER_BYTES + slot * SLOT_BYTES)
                     segment.add(slot, len(data) // SLOT_BYTES)
+                    segment.written += len(data) // SLOT_BYTES
             except OSError:
                 for entry in group:
                     entry.flags &= ~SLOTTED

@@ -127,7 +127,10 @@ def scan_segment(disk: Disk, scan: SegmentScan) -> ScannedSegment:
     damage: list[tuple[str, int, int, int, str]] = []
     files = SegmentFiles(disk, scan.directory, scan.sid, scan.segment_size)
     acked = RangeSet(scan.acked) if scan.acked else None
-    found = files.recover(scan.number, scan.boot, acked, lambda *line: damage.append(line))
+    # What the journal has no message of was checkpointed, trailer and all; else slots may be newer than their trailer.
+    found = files.recover(
+        scan.number, scan.boot, acked, lambda *line: damage.append(line), trust_trailer=not scan.journaled
+    )
     segment, base = found.segment, scan.number * scan.segment_size
     for first, length in pairs_of(scan.journaled):
         segment.kill(first - base, length, [])
@@ -255,18 +258,19 @@ def store_references(streams: list[StreamRecovery]) -> Counter[bytes]:
 def pack_segments(index: QueueIndex) -> list[list[Any]]:
     """The segments of an index for the terms."""
     return [
-        [segment.number, segment.live_count, segment.qs_end, b64encode(bytes(segment.live)).decode()]
+        [segment.number, segment.live_count, segment.qs_end, b64encode(bytes(segment.live)).decode(), segment.written]
         for segment in index.segments.values()
         if segment.live_count
     ]
 
 
 def unpack_segments(index: QueueIndex, packed: list[list[Any]]) -> None:
-    for number, live_count, qs_end, live in packed:
+    for number, live_count, qs_end, live, written in packed:
         segment = index.segment(number)
         segment.live = bytearray(b64decode(live))
         segment.live_count = live_count
         segment.qs_end = qs_end
+        segment.written = written
         segment.created = True
 
 

@@ -1,6 +1,6 @@
 """One segment of a queue: 4096 seq_ids in three files.
 
-    <n>.qi   slots: where each message is; written once; a trailer when no slot can follow
+    <n>.qi   slots: where each message is; written once; a trailer when every slot is written
     <n>.qs   bodies, append-only
     <n>.qa   what happened later: acks and delivery counts, append-only batches
 
@@ -31,7 +31,7 @@ from warren.storage.layout import (
     pack_header,
     unpack_header,
 )
-from warren.storage.reading import read_whole
+from warren.storage.reading import open_to_read, read_whole
 
 # magic, number of entries, LSN, length of the entries, CRC of sid, these 20 bytes and the entries
 _BATCH = struct.Struct("<4sIQII")
@@ -39,7 +39,11 @@ _BATCH_MAGIC = b"WQAB"
 _ENTRY = struct.Struct("<HHI")  # slot, kind, value
 _ACK_RUN = 1  # value: how many slots from this one on are acked
 _COUNT = 2  # value: the delivery count of this slot
-_TRAILER = struct.Struct("<4sIQQI32xI")  # magic, slots written, min and max published-at, CRC of the slots, CRC
+# magic, slots written, lowest and highest published-at, payload bytes, CRC of the slots, flags, CRC of sid and these 60 bytes
+_TRAILER = struct.Struct("<4sIQQQII20xI")
+_HAS_STORED = 1  # a slot refers to the message store
+_HAS_TRANSIENT = 2  # a slot is of a transient message: it dies with its boot
+_NO_BOOT = 0  # of no transient slot
 
 Report = Callable[[str, int, int, int, str], None]  # path, offset, length, seq_id or -1, why
 
@@ -56,6 +60,7 @@ class Segment:
         "transients",
         "unsaved",
         "unsynced",
+        "written",
     )
 
     def __init__(self, number: int, size: int) -> None:
@@ -67,7 +72,8 @@ class Segment:
         self.counts: dict[int, int] = {}  # delivery counts that .qa does not have yet: slot -> count
         self.created = False  # .qi and .qs exist
         self.qs_end = HEADER_BYTES  # where the next body goes
-        self.trailer = False
+        self.written = 0  # slots; one that was written again after a crash may count twice
+        self.trailer: Trailer | None = None  # what a dirty start found
         self.transients = False  # slots of transient messages were written: no ack of them is on disk
 
     @property
@@ -78,7 +84,7 @@ class Segment:
         return bool(self.live[slot >> 3] & 1 << (slot & 7))
 
     def add(self, first: int, count: int) -> None:
-        """Slots were written."""
+        """Slots were written, and are to be read."""
         self.live_count += int(set_bits(self.live, first, count))
 
     def kill(self, first: int, count: int, cleared: list[int]) -> int:
@@ -88,16 +94,30 @@ class Segment:
         return gone
 
 
+class Trailer(NamedTuple):
+    """The zone map of a segment whose slots are all written."""
+
+    written: int
+    low: int  # published at, in microseconds
+    high: int
+    payload_bytes: int
+    slots_crc: int
+    flags: int
+
+
 class FoundSegment(NamedTuple):
     """What a dirty start read of a segment."""
 
     segment: Segment
-    slots: bytes
+    slots: bytes | None  # None: the trailer spoke for them
     refs: list[tuple[int, bytes]]  # slot and msg_id of what refers to the message store; perhaps acked
     counts: dict[int, int]  # slot -> delivery count
 
     def live_bytes(self) -> int:
         """Payload of the live slots."""
+        if self.slots is None:
+            assert self.segment.trailer is not None
+            return self.segment.trailer.payload_bytes
         return int(live_bytes(self.slots, self.segment.live))
 
 
@@ -246,47 +266,97 @@ class SegmentFiles:
 
     # -- recovery ----------------------------------------------------------------------------------------------------
 
-    def recover(self, number: int, boot: int, acked: RangeSet | None, report: Report) -> FoundSegment:
-        """Rebuild a segment from its files; `acked` are the acks of the journal."""
+    def recover(
+        self, number: int, boot: int, acked: RangeSet | None, report: Report, *, trust_trailer: bool = False
+    ) -> FoundSegment:
+        """Rebuild a segment from its files; `acked` are the acks of the journal. With `trust_trailer` the slots of a
+        segment that is whole and has no acks are not read: one that is damaged is found when it is needed.
+        Requires for that: the journal has none of its messages, so that a checkpoint has synced slots and trailer."""
         segment = Segment(number, self.segment_size)
+        first = number * self.segment_size
+        pairs = acked.pairs(first, first + self.segment_size) if acked else []
+        if trust_trailer and not pairs and not self._disk.exists(self.path(number, "qa")):
+            segment.trailer = self.read_trailer(number)
+            if segment.trailer is not None and not segment.trailer.flags:
+                segment.add(0, self.segment_size)
+                segment.written = self.segment_size
+                return self._with_bodies(FoundSegment(segment, None, [], {}))
         path = self.path(number, "qi")
         data = read_whole(self._disk, path)
         if unpack_header(INDEX_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
             report(path, 0, min(len(data), HEADER_BYTES), -1, "header of an index segment; its slots are still read")
         slots = data[HEADER_BYTES : HEADER_BYTES + self.segment_size * SLOT_BYTES]
         slots = slots[: len(slots) // SLOT_BYTES * SLOT_BYTES]
-        first = number * self.segment_size
         refs: list[tuple[int, bytes]] = []
         damaged: list[int] = []
-        kept, _, written, _, _ = scan_slots(slots, first, self.sid, boot, segment.live, refs, damaged)
+        kept, _, segment.written, _, _ = scan_slots(slots, first, self.sid, boot, segment.live, refs, damaged)
         segment.live_count = kept
         for slot in damaged:
             report(path, HEADER_BYTES + slot * SLOT_BYTES, SLOT_BYTES, first + slot, "slot")
-        trailer = data[HEADER_BYTES + self.segment_size * SLOT_BYTES :]
-        segment.trailer = len(trailer) >= _TRAILER.size and self._trailer_holds(trailer, slots, written)
-        pairs = acked.pairs(first, first + self.segment_size) if acked else []
+        segment.trailer = self.parse_trailer(data[self._slots_end :])
         for i in range(0, len(pairs), 2):
             segment.kill(pairs[i] - first, pairs[i + 1], segment.unsaved)
         acks, counts = self.read_ack_batches(number, report)
         for i in range(0, len(acks), 2):
             segment.kill(acks[i], acks[i + 1], [])
-        bodies = self.path(number, "qs")
+        return self._with_bodies(FoundSegment(segment, slots, refs, counts))
+
+    def _with_bodies(self, found: FoundSegment) -> FoundSegment:
+        segment = found.segment
+        bodies = self.path(segment.number, "qs")
         segment.created = self._disk.exists(bodies)
         segment.qs_end = max(HEADER_BYTES, self._disk.size(bodies)) if segment.created else HEADER_BYTES
-        return FoundSegment(segment, slots, refs, counts)
+        return found
 
     # -- the trailer -------------------------------------------------------------------------------------------------
 
-    def trailer(self, slots: bytes, written: int, low: int, high: int) -> bytes:
-        """The zone map of a segment to which no slot can be added."""
-        head = _TRAILER.pack(TRAILER_MAGIC, written, low, high, crc32c(slots), 0)[:-4]
-        return head + struct.pack("<I", crc32c(head, crc32c(struct.pack("<Q", self.sid))))
+    @property
+    def _slots_end(self) -> int:
+        return HEADER_BYTES + self.segment_size * SLOT_BYTES
 
-    def _trailer_holds(self, trailer: bytes, slots: bytes, written: int) -> bool:
-        magic, count, _, _, slots_crc, crc = _TRAILER.unpack_from(trailer)
-        return bool(
-            magic == TRAILER_MAGIC
-            and crc == crc32c(trailer[: _TRAILER.size - 4], crc32c(struct.pack("<Q", self.sid)))
-            and count == written
-            and slots_crc == crc32c(slots)
+    def write_trailer(self, number: int, file: DiskFile) -> bool:
+        """Whether every slot in `file`, a segment's .qi, is written and sound; then they get a trailer. It is synced with
+        the slots: where it is wrong after a crash, the journal still has messages of the segment."""
+        slots = file.pread(self.segment_size * SLOT_BYTES, HEADER_BYTES)
+        refs: list[tuple[int, bytes]] = []
+        damaged: list[int] = []
+        live = bytearray((self.segment_size + 7) // 8)
+        kept, payload, written, low, high = scan_slots(
+            slots, number * self.segment_size, self.sid, _NO_BOOT, live, refs, damaged
         )
+        if written < self.segment_size or damaged:
+            return False
+        flags = (_HAS_STORED if refs else 0) | (_HAS_TRANSIENT if kept < written else 0)
+        file.pwrite(self.trailer(Trailer(written, low, high, payload, crc32c(slots), flags)), self._slots_end)
+        return True
+
+    def trailer(self, trailer: Trailer) -> bytes:
+        written, low, high, payload, slots_crc, flags = trailer
+        head = _TRAILER.pack(TRAILER_MAGIC, written, low, high, payload, slots_crc, flags, 0)[:-4]
+        return head + struct.pack("<I", self._trailer_crc(head))
+
+    def _trailer_crc(self, head: bytes) -> int:
+        return crc32c(head, crc32c(struct.pack("<Q", self.sid)))
+
+    def read_trailer(self, number: int) -> Trailer | None:
+        """Of a segment that is whole, as far as its trailer knows."""
+        file = open_to_read(self._disk, self.path(number, "qi"))
+        try:
+            if file.size < self._slots_end + _TRAILER.size:
+                return None
+            return self.parse_trailer(file.pread(_TRAILER.size, self._slots_end))
+        finally:
+            file.close()
+
+    def parse_trailer(self, data: bytes) -> Trailer | None:
+        """What stands behind the slots; None: no trailer, or a bad one."""
+        if len(data) < _TRAILER.size:
+            return None
+        magic, written, low, high, payload, slots_crc, flags, crc = _TRAILER.unpack_from(data)
+        if (
+            magic != TRAILER_MAGIC
+            or crc != self._trailer_crc(data[: _TRAILER.size - 4])
+            or written != self.segment_size
+        ):
+            return None
+        return Trailer(written, low, high, payload, slots_crc, flags)

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from warren.errors import StoreFailedError
+from warren.kernel.checksum import crc32c
 from warren.kernel.entry import IN_STORE, Entry
 from warren.kernel.ranges import RangeSet
 from warren.kernel.segment_codec import BODY_PREFIX_BYTES, SLOT_BYTES, fill_bodies, read_slots, set_bits
@@ -21,7 +22,7 @@ from warren.kernel.store_table import HINT_ROW_BYTES, scan_records
 from warren.storage.disk import Disk
 from warren.storage.layout import ACKS_MAGIC, BODIES_MAGIC, HEADER_BYTES, INDEX_MAGIC, pairs_of, unpack_header
 from warren.storage.queue_database import QueueDatabase
-from warren.storage.segment import Segment, SegmentFiles
+from warren.storage.segment import Segment, SegmentFiles, Trailer
 from warren.storage.store_format import CRC_BYTES, DATA_SUFFIX, HINT_SUFFIX, check_data_header, decode_hint
 
 _NO_BOOT = 0  # boots count from 1: transient slots are those of a process that is gone
@@ -209,7 +210,11 @@ class SegmentChecker(Checker):
         number = check.number
         path = files.path(number, "qi")
 
+        damage: list[int] = []
+
         def damaged(path: str, offset: int, length: int, seq: int, why: str) -> None:
+            if path.endswith(".qi"):
+                damage.append(offset)
             if offset:  # headers were looked at
                 self._found(path, offset, length, why, queue=check.queue, seq_id=seq if seq >= 0 else None)
 
@@ -219,8 +224,10 @@ class SegmentChecker(Checker):
         torn = (min(len(data), slots_end) - HEADER_BYTES) % SLOT_BYTES
         if torn:
             self._found(path, len(data) - torn, torn, "a slot that a crash cut off", harmless=True)
-        if len(data) > slots_end and not segment.trailer:
-            self._found(path, slots_end, len(data) - slots_end, "trailer: the slots are counted instead")
+        if len(data) > slots_end and not _fits(segment.trailer, found.slots, damage):
+            # A checkpoint that was cut off writes slots and trailer again: the journal still has its messages.
+            why, unfinished = "trailer: the slots are counted instead", bool(check.journaled)
+            self._found(path, slots_end, len(data) - slots_end, why, harmless=unfinished)
         # What a checkpoint wrote here before it was cut off counts as the journal's, which still has it.
         for first, count in pairs_of(check.journaled):
             segment.kill(first - base, count, [])
@@ -311,3 +318,8 @@ class DataFileChecker(Checker):
         self.checked.counts["store records"] += len(rows) // HINT_ROW_BYTES
         self.checked.records.append(rows)
         return self.checked
+
+
+def _fits(trailer: Trailer | None, slots: bytes | None, damage: list[int]) -> bool:
+    """Does a trailer say what the slots say? A slot that is damaged speaks for itself."""
+    return trailer is not None and (bool(damage) or trailer.slots_crc == crc32c(slots or b""))
