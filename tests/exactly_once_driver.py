@@ -1,88 +1,100 @@
-"""A Spark driver that dies at a named point: what `test_pipeline_exactly_once.py` starts, again and again.
+"""A Spark driver with traps in it: what `test_pipeline_exactly_once.py` starts, again and again.
 
-It streams queues of a broker with the product's own source and sink. Two subclasses add the traps: `WARREN_PIPELINE_KILL_AT`
-names one, and the second time that it is reached, every process of the driver (its session: Python, JVM, workers) is killed
-with signal 9, as when its machine goes. The traps `vhost` and `node` kill the broker's processes instead, and the driver
-goes on.
+It streams queues of a broker with the product's own source and sink, of which subclasses come by the points of
+`exactly_once_traps.py`. The point between a sink's commit and Spark's has no place in Python, least of all for Parquet: there
+the class that writes Spark's checkpoint files is replaced by one that comes by before it makes `commits/N` visible.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
-import urllib.request
+import threading
+import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import InputPartition
 
-from warren.pipeline.sink import Staged, WarrenStreamWriter
+from tests.exactly_once_traps import (
+    BATCH_COMMITTED,
+    CHECKED_OUT,
+    HALF_DONE,
+    RELEASING,
+    SINK_COMMITTED,
+    TASK_READ,
+    TRAP,
+    reached,
+    trapped,
+)
+from warren.pipeline.broker_client import BrokerClient, Credentials
+from warren.pipeline.sink import WarrenStreamWriter
 from warren.pipeline.source import WarrenSource
 from warren.pipeline.stream_source import WarrenStreamReader
 
-KILL_AT = "WARREN_PIPELINE_KILL_AT"
-KILL_DIRECTORY = "WARREN_PIPELINE_KILL_DIRECTORY"  # has a file for every trap, one byte for every time it was reached
-KILL_URL = "WARREN_PIPELINE_KILL_URL"
-NODE_PID = "WARREN_PIPELINE_NODE_PID"
-_NTH = 2  # so that a driver that dies has done something first
+GUEST = {"user": "guest", "password": "guest"}
 
+# Spark's own writer of checkpoint files, which tells of `commits/N` before that is there, and waits.
+_CHECKPOINT_CLASS = "warren.tests.TrappedCheckpoint"
+_CHECKPOINT = """
+package warren.tests;
 
-def reached(point: str) -> None:
-    """Die here, if this is the point, and the time."""
-    if os.environ.get(KILL_AT) != point:
-        return
-    with open(Path(os.environ[KILL_DIRECTORY]) / point, "ab") as file:
-        file.write(b".")
-        file.flush()
-        if file.tell() != _NTH:
-            return
-    if point == "vhost":
-        with urllib.request.urlopen(os.environ[KILL_URL] + "/api/status", timeout=10) as answer:
-            os.kill(json.load(answer)["vhosts"][0]["pid"], signal.SIGKILL)
-    elif point == "node":
-        os.kill(int(os.environ[NODE_PID]), signal.SIGKILL)
-    else:
-        kill_session(os.getsid(0))
-        os.kill(os.getpid(), signal.SIGKILL)
+import org.apache.hadoop.conf.Configuration;
+import org.apache.hadoop.fs.Path;
+import org.apache.spark.sql.execution.streaming.checkpointing.FileContextBasedCheckpointFileManager;
 
+public class TrappedCheckpoint extends FileContextBasedCheckpointFileManager {
+    public TrappedCheckpoint(Path path, Configuration conf) {
+        super(path, conf);
+    }
 
-def kill_session(session: int) -> None:
-    """Every process of a session but this one."""
-    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
-        try:
-            if pid != os.getpid() and os.getsid(pid) == session:
-                os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    public void renameTempFile(Path from, Path to, boolean overwrite) {
+        if (to.getParent().getName().equals("commits") && to.getName().matches("[0-9]+")) {
+            try {
+                String[] command = {"PYTHON", "-m", "tests.exactly_once_traps", "POINT"};
+                new ProcessBuilder(command).inheritIO().start().waitFor();
+            } catch (Exception error) {
+                throw new RuntimeException(error);
+            }
+        }
+        super.renameTempFile(from, to, overwrite);
+    }
+}
+"""
 
 
 class TrappedReader(WarrenStreamReader):
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
-        reached("between commits_N and the next latestOffset")
+        reached(BATCH_COMMITTED)
         end = super().latestOffset(start, limit)
         if end != start:
-            reached("after a checkout is synced and before offsets_N")
+            reached(CHECKED_OUT)
         return end
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        reached("vhost")
-        reached("node")
         yield from super().read(partition)
-        reached("between task read and sink commit")
+        reached(TASK_READ)
 
 
 class TrappedWriter(WarrenStreamWriter):
-    def write(self, iterator: Iterator[Any]) -> Staged:
-        staged = super().write(iterator)
-        reached("after half of the tasks")
-        return staged
-
     def commit(self, messages: list[Any], batchId: int) -> None:
+        trap = trapped(RELEASING)
+        if trap is not None:
+            threading.Thread(target=_wait_for_a_full_queue, args=(trap,), daemon=True).start()
         super().commit(messages, batchId)
-        reached("between sink commit and commits_N")
+
+
+def _wait_for_a_full_queue(trap: dict[str, Any]) -> None:
+    """The target has less room than a batch has rows: when it is full, some of a stage is released and the rest is not."""
+    with BrokerClient(trap["url"], Credentials(**GUEST)) as client:
+        while (
+            client.call("tap/status", vhost="/", queues=[trap["narrow"]])["queues"][trap["narrow"]]["ready"]
+            < trap["room"]
+        ):
+            time.sleep(0.005)
+    reached(RELEASING)
 
 
 class TrappedSource(WarrenSource):
@@ -93,39 +105,64 @@ class TrappedSource(WarrenSource):
         return TrappedWriter(self.options, schema)
 
 
+def _begin_task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    reached(HALF_DONE)
+    yield from batches
+
+
 def drive(said: dict[str, Any]) -> None:
     """Stream everything that is ready: for each sink, its queue into it."""
-    from pyspark.sql import SparkSession
-
     work = said["work"]
-    builder = SparkSession.builder.master(f"local[{said['cores']}, 4]").appName("exactly once")
+    builder = SparkSession.builder.master(said["master"]).appName("exactly once")
     for name, value in {
         "spark.ui.enabled": "false",
         "spark.sql.session.timeZone": "UTC",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.memory": "600m",
+        "spark.executor.memory": "512m",
+        "spark.executor.cores": "1",
+        "spark.cores.max": "2",
+        "spark.executorEnv.PYTHONPATH": os.environ["PYTHONPATH"],
+        f"spark.executorEnv.{TRAP}": os.environ.get(TRAP, "null"),
+        "spark.executor.extraJavaOptions": f"-Dwarren.traps={said['traps']}",
         "spark.local.dir": f"{work}/local",
-        "spark.sql.shuffle.partitions": said["shuffle_partitions"],
-        "spark.sql.adaptive.enabled": said["adaptive"],
+        **said["conf"],
     }.items():
         builder = builder.config(name, value)
     spark = builder.getOrCreate()
     spark.dataSource.register(TrappedSource)
-    access = {"url": said["url"], "user": "guest", "password": "guest"}
+    if trapped(SINK_COMMITTED) is not None:
+        _trap_checkpoints(spark)
+    access = {"url": said["url"], **GUEST}
     for sink in said["sinks"]:
         source = spark.readStream.format("warren").options(
-            **access, queue=f"to-{sink}", lease=sink, maxOffsetsPerTrigger=150, minPartitions=said["partitions"]
+            **access,
+            queue=f"to-{sink}",
+            lease=sink,
+            access=said["access"][sink],
+            maxOffsetsPerTrigger=said["rows"],
+            minPartitions=said["partitions"],
         )
-        frame = source.load().select("body").repartition("body")
-        writer = frame.writeStream.option("checkpointLocation", f"{work}/checkpoint-{sink}").trigger(availableNow=True)
-        if sink == "parquet":
-            query = writer.format("parquet").start(f"{work}/rows")
-        else:
-            query = writer.format("warren").options(**access, routingKey="done").start()
-        query.awaitTermination()
+        _start(source.load().select("body"), sink, said, access).awaitTermination()
     spark.stop()
     print("DONE", flush=True)
 
 
-if __name__ == "__main__":
-    drive(json.loads(sys.argv[1]))
+def _start(rows: DataFrame, sink: str, said: dict[str, Any], access: dict[str, str]) -> Any:
+    frame = rows.repartition("body").mapInArrow(_begin_task, "body binary")
+    checkpoint = f"{said['work']}/checkpoint-{sink}"
+    writer = frame.writeStream.option("checkpointLocation", checkpoint).trigger(availableNow=True)
+    if sink == "parquet":
+        return writer.format("parquet").start(f"{said['work']}/rows")
+    return writer.format("warren").options(**access, routingKey=said["target"]).start()
+
+
+def _trap_checkpoints(spark: SparkSession) -> None:
+    """Spark compiles the class by itself: it has a compiler for the code that it makes of queries."""
+    jvm: Any = spark._jvm
+    compiler = jvm.org.codehaus.janino.SimpleCompiler()
+    thread = jvm.java.lang.Thread.currentThread()
+    compiler.setParentClassLoader(thread.getContextClassLoader())
+    compiler.cook(_CHECKPOINT.replace("PYTHON", sys.executable).replace("POINT", SINK_COMMITTED))
+    thread.setContextClassLoader(compiler.getClassLoader())  # the query's thread has it from this one
+    spark.conf.set("spark.sql.streaming.checkpointFileManagerClass", _CHECKPOINT_CLASS)
