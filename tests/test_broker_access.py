@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import ssl
-import subprocess
 import threading
 import time
 
 import pika
-import pika.credentials
 import pika.exceptions
 import pytest
 
@@ -82,72 +78,6 @@ def test_guest_comes_from_this_machine_only(broker):
     assert broker.broker.may_connect_from("guest", "::1")
     assert not broker.broker.may_connect_from("guest", "10.1.2.3")
     assert broker.broker.may_connect_from("ann", "10.1.2.3")
-
-
-def make_certificates(directory) -> None:
-    """A CA, a server and a client named ann."""
-
-    def run(*command: object) -> None:
-        subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True, cwd=directory)
-
-    run(
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        2,
-        "-subj",
-        "/CN=ca",
-        "-keyout",
-        "ca.key",
-        "-out",
-        "ca.pem",
-    )
-    for name, subject in (("server", "/CN=localhost"), ("client", "/CN=ann")):
-        run("req", "-newkey", "rsa:2048", "-nodes", "-subj", subject, "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        extra = directory / f"{name}.ext"
-        extra.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-        run(
-            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-            *("-days", 2, "-extfile", extra, "-out", f"{name}.pem"),
-        )
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for certificates: apt-get install openssl")
-def test_tls_with_and_without_a_client_certificate(tmp_path):
-    make_certificates(tmp_path)
-    tls = {
-        "port": 0,
-        "certfile": str(tmp_path / "server.pem"),
-        "keyfile": str(tmp_path / "server.key"),
-        "cafile": str(tmp_path / "ca.pem"),
-    }
-    with running_broker(tls={**tls, "verify": False}) as broker:
-        broker.call(lambda: broker.broker.users.add_user("ann", "irrelevant"))
-        broker.call(lambda: broker.broker.users.set_permissions("ann", "/", ".*", ".*", ".*"))
-        plain = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
-        known = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
-        known.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")
-        for context, credentials in (
-            (plain, pika.PlainCredentials("guest", "guest")),
-            (known, pika.credentials.ExternalCredentials()),
-        ):
-            connection = pika.BlockingConnection(
-                pika.ConnectionParameters(
-                    "127.0.0.1",
-                    broker.broker.tls_port,
-                    credentials=credentials,
-                    ssl_options=pika.SSLOptions(context, "localhost"),
-                )
-            )
-            channel = connection.channel()
-            channel.queue_declare("q")
-            body = bytes(range(256)) * 4096
-            channel.basic_publish("", "q", body)
-            assert channel.basic_get("q", auto_ack=True)[2] == body
-            connection.close()
 
 
 def test_an_alarm_stops_publishers_and_not_consumers_and_tells_them(broker):

@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+from typing import TypeVar
 
 import pika
 import pytest
@@ -22,11 +23,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 MIB = 1024 * 1024
+Sock = TypeVar("Sock", bound=socket.socket)
 
 
 def opened(port: int) -> socket.socket:
     """A raw client with an open channel 1."""
-    sock = socket.create_connection(("127.0.0.1", port), timeout=30)
+    return log_in(socket.create_connection(("127.0.0.1", port), timeout=30))
+
+
+def log_in(sock: Sock) -> Sock:
     sock.sendall(
         b"AMQP\x00\x00\x09\x01"
         + method_frame(0, encode("connection.start-ok", mechanism="PLAIN", response=b"\0guest\0guest", locale="en_US"))

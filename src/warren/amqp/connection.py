@@ -81,6 +81,7 @@ class Connection(asyncio.Protocol):
         heartbeat: int = 60,
         client_properties: dict[str, Any] | None = None,
         peer: str = "",
+        tls: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.vhost = vhost
@@ -90,6 +91,7 @@ class Connection(asyncio.Protocol):
         self.heartbeat = heartbeat
         self.client_properties = client_properties or {}
         self.peer = peer
+        self.tls = tls  # protocol, cipher, server_name and the user of its certificate; None: it came in the clear
         self.state = OPEN
         self.channels: dict[int, Channel] = {}
         self._crossed: set[int] = set()  # channels that both sides closed at once: the answer to ours is still to come

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 from pathlib import Path
@@ -50,12 +51,19 @@ def serve(
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     configure(loaded.log_format, loaded.log_level)
+    _allow_many_files()
     zygote = None if loaded.inline else start_zygote()
     try:
         uvloop.run(_run(loaded, zygote))
     except (WarrenError, OSError) as error:
         log.error("%s", error)
         raise typer.Exit(1) from None
+
+
+def _allow_many_files() -> None:
+    """Each client is a descriptor; what a shell allows is meant for programs that have none."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _run(config: Config, zygote: tuple[socket.socket, int] | None) -> None:
@@ -97,3 +105,5 @@ def _announce(config: Config, broker: Broker, status: Any) -> None:
         config.data_dir,
         config.durability,
     )
+    if broker.tls_port:
+        log.info("AMQP over TLS on %s:%s", config.host, broker.tls_port)

@@ -22,11 +22,12 @@ import warren
 from warren.amqp.connection import Connection
 from warren.amqp.errors import AmqpError
 from warren.errors import WarrenError
+from warren.node.admission import Admission, Entry
 from warren.node.config import Config
 from warren.node.handshake import Gone, Handshake, Opened
 from warren.node.status import resident_bytes, total_memory_bytes, vhost_status
 from warren.node.status_page import Status
-from warren.node.tls import TlsListener, context_for
+from warren.node.tls import Secured, TlsRelays
 from warren.node.users import Users
 from warren.vhost.grants import pack
 from warren.vhost.permissions import Permissions, loopback_allowed
@@ -52,12 +53,12 @@ class Broker:
         self._processes: dict[str, VhostProcess] = {}  # vhost -> its process
         self.amqp_port = 0
         self.tls_port = 0  # 0: there is none
-        self._tls: TlsListener | None = None
+        self._relays: TlsRelays | None = None
         self._started = False
         self.started_at = time.time()
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handshakes = 0
+        self._admission = Admission(config.max_handshakes, config.max_handshakes_per_address)
         self._users: Users | None = None
 
     @property
@@ -94,8 +95,7 @@ class Broker:
             else:
                 for name in self.users.vhosts():
                     self._start_vhost(name)
-            self._listen()
-            await self._listen_tls()
+            await self._listen()
             self._spawn(self._watch_resources())
         except BaseException:
             await self.stop()
@@ -161,23 +161,22 @@ class Broker:
         except WarrenError:
             log.exception("vhost %r cannot be restarted; the others go on", name)
 
-    def _listen(self) -> None:
-        config = self.config
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        listener = socket.create_server((config.host, config.amqp_port), family=family, backlog=_BACKLOG)
-        listener.setblocking(False)
-        self._listeners.append(listener)
-        self.amqp_port = listener.getsockname()[1]
-        self._spawn(self._accept(listener))
-
-    async def _listen_tls(self) -> None:
+    async def _listen(self) -> None:
         tls = self.config.tls
         if tls.enabled:
-            self._tls = TlsListener(
-                self.config.host, tls.port, context_for(tls), self._serve, self.config.handshake_timeout
-            )
-            await self._tls.start()
-            self.tls_port = self._tls.port
+            self._relays = TlsRelays(tls)
+            await self._relays.start()
+            self.tls_port = self._listen_on(tls.port, over_tls=True)
+        self.amqp_port = self._listen_on(self.config.amqp_port, over_tls=False)
+
+    def _listen_on(self, port: int, *, over_tls: bool) -> int:
+        host = self.config.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self._spawn(self._accept(listener, over_tls))
+        return int(listener.getsockname()[1])
 
     async def stop(self) -> None:
         """Stop accepting, say goodbye, finish commits, write recovery terms."""
@@ -185,8 +184,6 @@ class Broker:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._tls is not None:
-            await self._tls.stop()
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -198,18 +195,22 @@ class Broker:
             await self._supervisor.stop()
             self._supervisor.close(self._zygote[1])
             self._supervisor = None
+        if self._relays is not None:  # after the vhosts: their goodbyes go through them
+            await self._relays.stop()
+            self._relays = None
         if self._users is not None:
             self._users.close()
             self._users = None
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # -- clients -----------------------------------------------------------------------------------------------------
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket, over_tls: bool) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -218,38 +219,50 @@ class Broker:
                 log.warning("accept: %s", error)
                 await asyncio.sleep(0.1)
                 continue
-            if self._handshakes >= self.config.max_handshakes:
+            entry = self._admission.enter(str(address[0]))
+            if entry is None:
                 sock.close()
                 continue
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._spawn(self._serve(sock, str(address[0]), int(address[1])))
+            entry.task = self._spawn(self._serve(sock, str(address[0]), int(address[1]), entry, over_tls))
 
-    async def _serve(self, sock: socket.socket, address: str, port: int, certificate_user: str | None = None) -> None:
+    async def _serve(self, sock: socket.socket, address: str, port: int, entry: Entry, over_tls: bool) -> None:
         peer = f"{address}:{port}"
         config = self.config
-        self._handshakes += 1
+        secured: Secured | None = None
         try:
             async with asyncio.timeout(config.handshake_timeout):
+                if over_tls:
+                    assert self._relays is not None
+                    sock, secured = await self._relays.secure(sock, config.handshake_timeout)
                 opened = await Handshake(
                     sock,
                     self,
                     peer=peer,
                     address=address,
-                    certificate_user=self._known_user(certificate_user),
+                    certificate_user=self._known_user(secured.user) if secured is not None else None,
                     channel_max=config.channel_max,
                     frame_max=config.frame_max,
                     heartbeat=config.heartbeat,
+                    working=entry.working,
                 ).run()
+            self._admission.leave(entry)
+            opened.tls = asdict(secured) if secured is not None else None
             await self._hand_over(sock, opened)
         except (Gone, TimeoutError, OSError) as error:
             log.info("client %s: %s", peer, error or "no handshake in time")
             sock.close()
+        except asyncio.CancelledError:
+            sock.close()
+            if not entry.is_evicted:
+                raise
+            log.info("client %s: others wanted to log in, and it has not for %.1f s", peer, entry.age)
         except BaseException:
             sock.close()
             raise
         finally:
-            self._handshakes -= 1
+            self._admission.leave(entry)
 
     def _known_user(self, name: str | None) -> str | None:
         return name if name is not None and self.users.user(name) is not None else None
@@ -271,6 +284,7 @@ class Broker:
                 heartbeat=opened.heartbeat,
                 client_properties=opened.client_properties,
                 peer=opened.peer,
+                tls=opened.tls,
             ),
             sock,
         )
@@ -336,7 +350,7 @@ class Broker:
         limit = config.memory_high_watermark * total_memory_bytes()
         set_now: set[str] = set()
         while True:
-            pids = {os.getpid(), *(process.pid for process in self._processes.values())}
+            pids = {os.getpid(), *(process.pid for process in self._processes.values()), *self._relay_pids}
             found = set()
             if sum(map(resident_bytes, pids)) > limit:
                 found.add("memory")
@@ -346,6 +360,10 @@ class Broker:
                 self._alarm(resource, resource in found)
             set_now = found
             await asyncio.sleep(1)
+
+    @property
+    def _relay_pids(self) -> list[int]:
+        return self._relays.pids if self._relays is not None else []
 
     def _alarm(self, resource: str, is_set: bool) -> None:
         for vhost in self.vhosts.values():
@@ -363,7 +381,7 @@ class Broker:
                 infos += await process.ask("status")
             except (ConnectionError, TimeoutError):
                 infos += [{**_NOTHING, "name": name, "state": process.state} for name in process.vhosts]
-        pids = {os.getpid(), *(info["pid"] for info in infos if info["pid"])}
+        pids = {os.getpid(), *(info["pid"] for info in infos if info["pid"]), *self._relay_pids}
         return {
             "node": {
                 "pid": os.getpid(),

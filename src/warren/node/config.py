@@ -166,7 +166,7 @@ class Tls(BaseModel):
     verify: bool = Field(
         default=False, description="whether clients must show a certificate that is signed by one in cafile"
     )
-
+    relays: Count = Field(default=1, ge=1, le=64, description="processes that encrypt and decrypt for all clients")
     http: bool = Field(default=False, description="whether HTTP, also that of the data server, is over TLS as well")
 
     @property
@@ -262,7 +262,10 @@ class Config(BaseSettings):
     )
     handshake_timeout: Seconds = Field(default=10, gt=0, description="seconds that a client has to log in")
     max_handshakes: Count = Field(
-        default=1000, ge=1, le=10**6, description="clients that may be logging in at one time"
+        default=4000, ge=1, le=10**6, description="clients that may be logging in at one time"
+    )
+    max_handshakes_per_address: Count = Field(
+        default=1000, ge=1, le=10**6, description="clients of one address that may be logging in at one time"
     )
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = Field(
         default="text", description="how the log looks"

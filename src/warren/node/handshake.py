@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,6 +56,7 @@ class Opened:
     heartbeat: int
     client_properties: dict[str, Any] = field(default_factory=dict)
     peer: str = ""
+    tls: dict[str, Any] | None = None  # what its TLS handshake said; None: it came in the clear
 
 
 class Gate(Protocol):
@@ -81,7 +83,9 @@ class Handshake:
         frame_max: int = 131072,
         heartbeat: int = 60,
         cluster_name: str = "",
+        working: Callable[[bool], None] = lambda is_working: None,
     ) -> None:
+        """`working` is told whether the client waits for us, and not we for the client."""
         self._sock = sock
         self._gate = gate
         self._peer = peer
@@ -91,6 +95,7 @@ class Handshake:
         self._frame_max = frame_max
         self._heartbeat = heartbeat
         self._cluster_name = cluster_name
+        self._working = working
         self._loop = asyncio.get_running_loop()
         self._close_on_failure = False
 
@@ -183,8 +188,12 @@ class Handshake:
         if not self._gate.may_connect_from(name, self._address):
             log.warning("user '%s' can only connect via localhost, not from %s", name, self._address)
             raise self._refused(mechanism)
-        # In a thread: a hash is slow by design.
-        if not await asyncio.to_thread(self._gate.authenticate, name, password):
+        self._working(True)
+        try:  # in a thread: a hash is slow by design
+            is_known = await asyncio.to_thread(self._gate.authenticate, name, password)
+        finally:
+            self._working(False)
+        if not is_known:
             raise self._refused(mechanism)
         return name
 

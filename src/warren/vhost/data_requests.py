@@ -102,6 +102,7 @@ class DataRequests:
             "connections": [
                 {
                     "peer": one.peer,
+                    "tls": one.tls,
                     "user": one.user,
                     "heartbeat": one.heartbeat,
                     "channels": [

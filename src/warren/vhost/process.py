@@ -145,6 +145,7 @@ class _Process:
                     heartbeat=opened["heartbeat"],
                     client_properties=opened["client_properties"],
                     peer=opened["peer"],
+                    tls=opened["tls"],
                 ),
                 sock,
             )
