@@ -51,11 +51,6 @@ def _cancel_ok(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return program[-1].method == "basic.cancel-ok" and _closes(theirs) == [503] and not _closes(ours)
 
 
-def _length_bytes(program: list[Step], ours: Seen, theirs: Seen) -> bool:
-    limited = any("x-max-length-bytes" in step.arguments.get("arguments", {}) for step in program)
-    return limited and _closes(ours) == _closes(theirs)
-
-
 def _queue_mode(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     step = program[-1]
     used = any("x-queue-mode" in step.arguments.get("arguments", {}) for step in program)
@@ -132,11 +127,6 @@ ACCEPTED: list[Accepted] = [
         "who goes first under a prefetch of the channel",
         "when it has room again RabbitMQ begins with a queue by chance, Warren with the oldest consumer",
         _global_prefetch,
-    ),
-    Accepted(
-        "OPEN: x-max-length-bytes",
-        "RabbitMQ counts bodies alone; Warren also exchange, routing key and properties, as they are stored",
-        _length_bytes,
     ),
     Accepted(
         "x-queue-mode is not compared",

@@ -356,9 +356,6 @@ def test_the_length_limit_counts_ready_messages_only(channel):
     assert drain(channel, name) == [b"2", b"3"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the storage engine's ready_bytes counts properties too; RabbitMQ counts bodies only"
-)
 def test_the_byte_limit_counts_bodies(channel):
     name = declare(channel, x_max_length_bytes=10)
     publish(channel, name, b"aaaa", b"bbbb", headers={"long": "x" * 500})
@@ -367,9 +364,6 @@ def test_the_byte_limit_counts_bodies(channel):
     assert drain(channel, name) == [b"bbbb", b"cccc"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the storage engine's ready_bytes counts properties too; RabbitMQ counts bodies only"
-)
 def test_the_byte_limit_rejects_by_the_bodies(channel):
     name = declare(channel, x_max_length_bytes=10, x_overflow="reject-publish")
     channel.confirm_delivery()

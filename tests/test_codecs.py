@@ -60,7 +60,8 @@ def make(seq: int, head: bytes, body: bytes, stored: bool = False) -> Entry:
 def content(entry: Entry) -> tuple[object, ...]:
     body = None if entry.flags & IN_STORE else entry.body
     head = None if entry.flags & IN_STORE else entry.head
-    return entry.seq, head, body, entry.msg_id, entry.size, entry.published_at, entry.expiry, entry.flags & 3
+    sizes = entry.size, entry.body_size
+    return entry.seq, head, body, entry.msg_id, sizes, entry.published_at, entry.expiry, entry.flags & 3
 
 
 def flat(pairs: list[tuple[int, int]]) -> list[int]:
@@ -472,7 +473,7 @@ def test_journal_records_become_slots_and_bodies(slots: set[int], data: st.DataO
     live, (kept, total, written, low, high), refs, bad = scan(image)
     assert not bad
     assert kept == written == len(entries)
-    assert total == sum(entry.size for entry in entries) == live_bytes(image, live)
+    assert total == sum(len(entry.body) for entry in entries) == live_bytes(image, live)
     assert (low, high) == (1000 + entries[0].seq, 1000 + entries[-1].seq)
     assert refs == [(entry.seq - BASE, entry.msg_id) for entry in entries if entry.flags & IN_STORE]
     read, bad, stale = read_all(image, live)

@@ -9,6 +9,7 @@ from warren.kernel.entry import (
     PERSISTENT,
     Delivery,
     Entry,
+    body_total,
     deliveries,
     drop_bodies,
     entry_ranges,
@@ -18,6 +19,7 @@ from warren.kernel.entry import (
     seq_ranges,
     set_level,
     settle,
+    sizes,
     split_levels,
     summarize,
     take_pending,
@@ -45,12 +47,15 @@ def test_sums(entries: list[Entry]) -> None:
     persistent = [e for e in entries if e.flags & PERSISTENT]
     assert total_size(entries) == sum(e.size for e in entries)
     assert ram_total(entries) == (len(held), sum(e.size for e in held))
-    assert persistent_total(entries) == (len(persistent), sum(e.size for e in persistent))
+    assert persistent_total(entries) == (len(persistent), sum(e.body_size for e in persistent))
+    assert body_total(entries) == sum(len(e.body) for e in held) == sum(e.body_size for e in entries)
+    assert sizes(entries) == (total_size(entries), body_total(entries))
     largest = max((e.size for e in entries), default=0)
-    assert summarize(entries) == (sum(e.size for e in entries), len(persistent), largest)
+    assert summarize(entries) == (*sizes(entries), len(persistent), largest)
+    before = sizes(entries)
     assert drop_bodies(entries) == (len(held), sum(e.size for e in held))
     assert all(e.body is None and e.head is None for e in entries)
-    assert total_size(entries) == summarize(entries)[0], "sizes stay"
+    assert sizes(entries) == summarize(entries)[:2] == before, "sizes stay"
 
 
 @given(entry_lists())

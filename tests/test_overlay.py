@@ -178,8 +178,8 @@ class OverlayMachine(RuleBasedStateMachine):
         in_journal = [rows[seq] for seq in live if not rows[seq][4] & 2]
         assert overlay.live_totals() == (len(live), sum(row[3] for row in in_journal))
         stored = sorted(seq for seq in live if rows[seq][4] & 2)
-        assert [row[0] for row in unpack_rows(overlay.stored_rows())] == stored
-        assert len(overlay.stored_rows()) == len(stored) * ROW_BYTES
+        assert [row[0] for row in unpack_rows(overlay.unmeasured_rows())] == stored
+        assert len(overlay.unmeasured_rows()) == len(stored) * ROW_BYTES
 
 
 TestOverlay = OverlayMachine.TestCase

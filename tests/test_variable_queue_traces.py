@@ -436,7 +436,7 @@ def test_11_5_transient_messages_that_were_paged_out_are_gone_after_any_stop(
     store, disk = stop(store, disk)
     queue = store.get("q")
     assert len(queue.backing) == 6
-    assert queue.backing.ready_bytes() == sum(4 + 4 + len(b"m%d" % seq) for seq in (0, 1, 2, 8, 9, 10))
+    assert queue.backing.ready_bytes() == sum(len(b"m%d" % seq) for seq in (0, 1, 2, 8, 9, 10))
     assert fetch(queue, 20) == [0, 1, 2, 8, 9, 10]
     assert queue.backing.ready_bytes() == 0
     store.close()

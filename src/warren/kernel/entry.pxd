@@ -9,9 +9,10 @@ cdef class Entry:
     cdef public uint64_t expiry         # microseconds since the epoch; 0: never
     cdef public uint64_t published_at   # microseconds since the epoch
     cdef public uint64_t offset         # of the record in the segment's .qs, valid with IN_QS
-    cdef public uint32_t size           # payload bytes: 4 + head + body
+    cdef public uint32_t size           # payload bytes: 4 + head + body; what it takes in RAM and on disk
     cdef public uint8_t flags
     cdef public uint8_t level           # priority level, in a queue that has them
+    cdef public uint32_t body_size      # body bytes: what limits and statistics count, as RabbitMQ's do
 
 
 cdef class Delivery:

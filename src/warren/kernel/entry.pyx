@@ -22,7 +22,7 @@ _by_seq = attrgetter("seq")
 @cython.freelist(8192)
 cdef class Entry:
     def __init__(self, uint64_t seq, head, body, uint8_t flags=0, uint64_t published_at=0, uint64_t expiry=0,
-                 msg_id=None, uint32_t size=0, uint64_t offset=0):
+                 msg_id=None, uint32_t size=0, uint64_t offset=0, uint32_t body_size=0):
         self.seq = seq
         self.head = head
         self.body = body
@@ -31,9 +31,12 @@ cdef class Entry:
         self.expiry = expiry
         self.msg_id = msg_id
         self.offset = offset
-        if size == 0 and body is not None:
-            size = 4 + len(head) + len(body)
+        if body is not None:
+            body_size = <uint32_t>len(body)
+            if size == 0:
+                size = 4 + <uint32_t>len(head) + body_size
         self.size = size
+        self.body_size = body_size
 
     def copy(self):
         """The same message in a second object: what is done to the one is not seen in the other."""
@@ -46,6 +49,7 @@ cdef class Entry:
         other.published_at = self.published_at
         other.offset = self.offset
         other.size = self.size
+        other.body_size = self.body_size
         other.flags = self.flags
         other.level = self.level
         return other
@@ -78,7 +82,8 @@ def make_entries(bodies, bytes head not None, uint64_t first_seq, uint8_t flags,
         entry.flags = flags
         entry.published_at = published_at
         entry.expiry = expiry
-        size = base + <uint32_t>PyBytes_GET_SIZE(body)
+        entry.body_size = <uint32_t>PyBytes_GET_SIZE(body)
+        size = base + entry.body_size
         if size > largest:
             largest = size
         entry.size = size
@@ -156,19 +161,20 @@ def set_level(list entries not None, uint8_t level):
 
 
 def summarize(list entries not None):
-    """(payload bytes, how many are persistent, the largest payload)."""
-    cdef uint64_t total = 0
+    """(payload bytes, body bytes, how many are persistent, the largest payload)."""
+    cdef uint64_t total = 0, bodies = 0
     cdef Py_ssize_t persistent = 0
     cdef uint32_t largest = 0
     cdef Entry entry
     for item in entries:
         entry = <Entry>item
         total += entry.size
+        bodies += entry.body_size
         if entry.flags & PERSISTENT:
             persistent += 1
         if entry.size > largest:
             largest = entry.size
-    return total, persistent, largest
+    return total, bodies, persistent, largest
 
 
 def without(entries, uint8_t mask):
@@ -237,6 +243,23 @@ def total_size(entries):
     return total
 
 
+def body_total(entries):
+    """Sum of body bytes."""
+    cdef uint64_t total = 0
+    for entry in entries:
+        total += (<Entry>entry).body_size
+    return total
+
+
+def sizes(entries):
+    """(payload bytes, body bytes)."""
+    cdef uint64_t total = 0, bodies = 0
+    for entry in entries:
+        total += (<Entry>entry).size
+        bodies += (<Entry>entry).body_size
+    return total, bodies
+
+
 def ram_total(entries):
     """How many entries hold their body, and the payload bytes of those."""
     cdef uint64_t count = 0, total = 0
@@ -250,14 +273,14 @@ def ram_total(entries):
 
 
 def persistent_total(entries):
-    """How many entries are persistent, and the payload bytes of those."""
+    """How many entries are persistent, and the body bytes of those."""
     cdef uint64_t count = 0, total = 0
     cdef Entry e
     for entry in entries:
         e = <Entry>entry
         if e.flags & PERSISTENT:
             count += 1
-            total += e.size
+            total += e.body_size
     return count, total
 
 

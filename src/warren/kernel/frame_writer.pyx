@@ -9,7 +9,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.object cimport PyObject
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
-from warren.kernel.entry cimport Entry
+from warren.kernel.entry cimport Entry  # its layout is compiled in
 from warren.kernel.ranges cimport RangeSet
 from warren.kernel.wire cimport (
     BASIC_ACK, BASIC_DELIVER, BASIC_NACK, BASIC_PUBLISH, CLASS_BASIC, CONTENT_BYTES, FRAME_BODY, FRAME_BYTES, FRAME_END,

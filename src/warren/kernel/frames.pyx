@@ -590,7 +590,8 @@ cdef class FrameScanner:
         entry.head = channel.head
         entry.body = body
         entry.published_at = self.now
-        entry.size = 4 + <uint32_t>PyBytes_GET_SIZE(channel.head) + <uint32_t>PyBytes_GET_SIZE(body)
+        entry.body_size = <uint32_t>PyBytes_GET_SIZE(body)
+        entry.size = 4 + <uint32_t>PyBytes_GET_SIZE(channel.head) + entry.body_size
         entry.flags = channel.flags
         entry.level = channel.level
         if (

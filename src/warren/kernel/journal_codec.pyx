@@ -37,7 +37,7 @@ cdef enum:
 BLOCK_HEADER_BYTES = BLOCK_HEADER
 RECORD_PREFIX_BYTES = PREFIX
 PUBLISH_FIXED_BYTES = PUBLISH_FIXED
-MOST_TARGETS = 4000       # of one publish record: an overlay row has 16 bits for what is not payload
+MOST_TARGETS = 4000       # of one publish record, which counts them in 16 bits
 
 cpdef enum:
     PUBLISH = 1
@@ -176,7 +176,7 @@ cdef class RecordBuffer:
         if flags & PAYLOAD_IN_STORE:
             memcpy(p, PyBytes_AS_STRING(<bytes>entry.msg_id), 16)
             memcpy(p + 16, &entry.size, 4)
-            memcpy(p + 20, b"\0\0\0\0", 4)
+            memcpy(p + 20, &entry.body_size, 4)
         else:
             head_size = <uint32_t>PyBytes_GET_SIZE(<bytes>entry.head)
             body_size = <uint32_t>PyBytes_GET_SIZE(<bytes>entry.body)
@@ -198,7 +198,7 @@ cdef class RecordBuffer:
             target[1] = entry.seq
             at = self.publish(entry, target, 1, 0, None)
             overlay.put(entry.seq, self.file, <uint32_t>(self.base + at), <uint32_t>(self.size - at),
-                        PREFIX + PUBLISH_FIXED + TARGET, entry.flags & IN_STORE, state)
+                        <uint32_t>(self.size - at) - entry.body_size, entry.flags & IN_STORE, state)
 
     def append_fanout(self, Entry entry not None, list targets not None, uint8_t state, uint64_t publishing_id=0,
                       bytes producer=None):
@@ -215,7 +215,7 @@ cdef class RecordBuffer:
         at = self.publish(entry, pairs, <uint16_t>n, publishing_id, producer)
         for i in range(n):
             (<Overlay>targets[i][2]).put(pairs[2 * i + 1], self.file, <uint32_t>(self.base + at),
-                                         <uint32_t>(self.size - at), <uint16_t>(self.size - at - entry.size),
+                                         <uint32_t>(self.size - at), <uint32_t>(self.size - at) - entry.body_size,
                                          entry.flags & IN_STORE, state)
 
     def append_ranges(self, uint8_t kind, uint64_t sid, list pairs not None):
@@ -312,7 +312,7 @@ cdef class RecordBuffer:
         """Repeat a checked publish record for this one target in the newest file."""
         cdef Py_ssize_t at = self.size
         cdef unsigned char *payload
-        cdef uint32_t payload_size
+        cdef uint32_t payload_size, size
         cdef uint16_t one = 1
         cdef unsigned char *p
         payload = _payload(source + PREFIX, &payload_size)
@@ -326,8 +326,9 @@ cdef class RecordBuffer:
         memcpy(p + 40, payload, payload_size)
         self.size = at + PREFIX + PUBLISH_FIXED + TARGET + payload_size
         self.seal(at)
-        overlay.put(seq, self.file, <uint32_t>(self.base + at), <uint32_t>(self.size - at),
-                    PREFIX + PUBLISH_FIXED + TARGET, 0, 1)
+        size = <uint32_t>(self.size - at)
+        overlay.put(seq, self.file, <uint32_t>(self.base + at), size,
+                    size - _body_size(source + PREFIX, payload, payload_size), 0, 1)
 
     def begin_group(self):
         """What is appended until `end_group` becomes one record under one CRC: all of it is replayed, or nothing."""
@@ -353,6 +354,16 @@ cdef inline unsigned char *_payload(unsigned char *p, uint32_t *size) noexcept n
     if p[1] & HAS_PRODUCER:
         p += 9 + p[PUBLISH_FIXED + count * TARGET + 8]
     return p + PUBLISH_FIXED + count * TARGET
+
+
+cdef inline uint32_t _body_size(const unsigned char *p, const unsigned char *payload, uint32_t size) noexcept nogil:
+    """Body bytes of a publish record whose type byte is at `p` and whose payload, of `size` bytes, at `payload`."""
+    cdef uint32_t number
+    if p[1] & PAYLOAD_IN_STORE:
+        memcpy(&number, payload + 20, 4)
+        return number
+    memcpy(&number, payload, 4)
+    return size - 4 - number
 
 
 cdef bint _sound(const unsigned char *p, Py_ssize_t left) noexcept nogil:
@@ -419,15 +430,17 @@ def read_publishes(bytes rows not None, bytes data not None, uint64_t base, list
             entry.flags |= IN_STORE
             entry.msg_id = PyBytes_FromStringAndSize(<char *>payload, 16)
             memcpy(&entry.size, payload + 16, 4)
+            memcpy(&entry.body_size, payload + 20, 4)
         else:
             memcpy(&head_size, payload, 4)
             entry.size = payload_size
+            entry.body_size = payload_size - 4 - head_size
             if head_size == PyBytes_GET_SIZE(last_head) and memcmp(PyBytes_AS_STRING(last_head), payload + 4, head_size) == 0:
                 entry.head = last_head
             else:
                 last_head = PyBytes_FromStringAndSize(<char *>payload + 4, head_size)
                 entry.head = last_head
-            entry.body = PyBytes_FromStringAndSize(<char *>payload + 4 + head_size, payload_size - 4 - head_size)
+            entry.body = PyBytes_FromStringAndSize(<char *>payload + 4 + head_size, entry.body_size)
         entries.append(entry)
 
 
@@ -498,20 +511,22 @@ cdef bint _apply(unsigned char *data, Py_ssize_t at, uint32_t length, uint32_t f
     cdef unsigned char *p = data + at + PREFIX
     cdef uint8_t kind = p[0]
     cdef uint16_t targets
-    cdef uint32_t n, inner, times
+    cdef uint32_t n, inner, times, overhead
+    cdef unsigned char *payload
     cdef uint64_t sid, seq, value
     cdef Py_ssize_t i, place
     cdef bint known = False
     if kind == PUBLISH:
         memcpy(&targets, p + 2, 2)
+        payload = _payload(p, &n)
+        overhead = length + PREFIX - _body_size(p, payload, n)
         for i in range(targets):
             memcpy(&sid, p + PUBLISH_FIXED + i * TARGET, 8)
             memcpy(&seq, p + PUBLISH_FIXED + i * TARGET + 8, 8)
             overlay = overlays.get(sid)
             if overlay is not None:
                 known = True
-                memcpy(&n, p + 4, 4)
-                (<Overlay>overlay).put(seq, file, <uint32_t>at, length + PREFIX, <uint16_t>(length + PREFIX - n),
+                (<Overlay>overlay).put(seq, file, <uint32_t>at, length + PREFIX, overhead,
                                        IN_STORE if p[1] & PAYLOAD_IN_STORE else 0, 1)
                 if p[1] & HAS_PRODUCER:
                     place = PUBLISH_FIXED + targets * TARGET

@@ -8,7 +8,11 @@ cdef struct Row:
     uint32_t size
     uint8_t state
     uint8_t flags
-    uint16_t overhead     # bytes of the record that are not payload
+    uint16_t overhead     # bytes of the record that are not body, or MANY
+
+
+cdef enum:
+    MANY = 0xFFFF # of overhead: so many, or the body is not in the record; the record itself says how large it is
 
 
 cpdef enum:
@@ -26,7 +30,7 @@ cdef class Overlay:
     cdef Py_ssize_t start               # rows before it are dead or gone
     cdef readonly Py_ssize_t useless    # rows at or after start that are dead or gone
     cdef Py_ssize_t find(self, uint64_t seq) noexcept
-    cdef int put(self, uint64_t seq, uint32_t file, uint32_t offset, uint32_t size, uint16_t overhead, uint8_t flags,
+    cdef int put(self, uint64_t seq, uint32_t file, uint32_t offset, uint32_t size, uint32_t overhead, uint8_t flags,
                  uint8_t state) except -1
     cdef uint64_t kill(self, uint64_t first, uint64_t count) noexcept
     cdef int tidy(self) except -1

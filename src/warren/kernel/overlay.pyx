@@ -51,11 +51,13 @@ cdef class Overlay:
                 high = middle
         return low
 
-    cdef int put(self, uint64_t seq, uint32_t file, uint32_t offset, uint32_t size, uint16_t overhead, uint8_t flags,
+    cdef int put(self, uint64_t seq, uint32_t file, uint32_t offset, uint32_t size, uint32_t overhead, uint8_t flags,
                  uint8_t state) except -1:
-        """A new row, or a new place for one that is there. A dead row stays dead."""
+        """A new row, or a new place for one that is there. A dead row stays dead. `overhead`: bytes of the record that
+        are not body."""
         cdef Py_ssize_t at
         cdef Row *rows
+        cdef uint16_t many = <uint16_t>min(overhead, <uint32_t>MANY)
         if self.n == self.room:
             self.room = max(16, self.room + (self.room >> 1))
             rows = <Row *>realloc(self.rows, self.room * sizeof(Row))
@@ -70,7 +72,7 @@ cdef class Overlay:
                     self.rows[at].file = file
                     self.rows[at].offset = offset
                     self.rows[at].size = size
-                    self.rows[at].overhead = overhead
+                    self.rows[at].overhead = many
                 return 0
             memmove(&self.rows[at + 1], &self.rows[at], (self.n - at) * sizeof(Row))
         self.rows[at].seq = seq
@@ -79,7 +81,7 @@ cdef class Overlay:
         self.rows[at].size = size
         self.rows[at].flags = flags
         self.rows[at].state = state
-        self.rows[at].overhead = overhead
+        self.rows[at].overhead = many
         self.n += 1
         return 0
 
@@ -267,22 +269,23 @@ cdef class Overlay:
         self.tidy()
 
     def live_totals(self):
-        """LIVE rows, and the payload bytes of those whose payload is in the journal."""
+        """LIVE rows, and the body bytes of those that are not `unmeasured_rows`."""
         cdef Py_ssize_t at
         cdef uint64_t count = 0, total = 0
         for at in range(self.start, self.n):
             if self.rows[at].state == LIVE:
                 count += 1
-                if not self.rows[at].flags & 2:
+                if self.rows[at].overhead != MANY and not self.rows[at].flags & 2:
                     total += self.rows[at].size - self.rows[at].overhead
         return count, total
 
-    def stored_rows(self):
-        """Packed LIVE rows whose payload is in the message store."""
+    def unmeasured_rows(self):
+        """Packed LIVE rows of which only the record says how large the body is: those whose payload is in the message
+        store, and those with very long heads or very many targets."""
         cdef list out = []
         cdef Py_ssize_t at
         for at in range(self.start, self.n):
-            if self.rows[at].state == LIVE and self.rows[at].flags & 2:
+            if self.rows[at].state == LIVE and (self.rows[at].overhead == MANY or self.rows[at].flags & 2):
                 out.append(PyBytes_FromStringAndSize(<char *>&self.rows[at], sizeof(Row)))
         return b"".join(out)
 

@@ -1,7 +1,7 @@
 # cython: language_level=3
 """The bytes of a segment: slots (.qi), bodies (.qs), and the bitmaps that say which slots are alive.
 
-    slot = u64 seq_id, u8 flags, 3 unused, u32 boot id, location (16), u32 payload size, 4 unused, u64 expiry,
+    slot = u64 seq_id, u8 flags, 3 unused, u32 boot id, location (16), u32 payload size, u32 body size, u64 expiry,
            u64 published at, 4 unused, u32 CRC of sid and the 60 bytes before                          64 bytes
     location = msg_id                                        flags has IN_STORE
              | u64 offset in .qs, 8 unused                   otherwise
@@ -37,7 +37,8 @@ PRESENT_FLAG = PRESENT
 
 
 cdef void _slot(unsigned char *p, uint64_t sid, uint64_t seq, uint8_t flags, uint32_t boot, const unsigned char *msg_id,
-                uint64_t offset, uint32_t size, uint64_t expiry, uint64_t published_at) noexcept nogil:
+                uint64_t offset, uint32_t size, uint32_t body_size, uint64_t expiry,
+                uint64_t published_at) noexcept nogil:
     cdef uint32_t crc
     memset(p, 0, SLOT)
     memcpy(p, &seq, 8)
@@ -48,6 +49,7 @@ cdef void _slot(unsigned char *p, uint64_t sid, uint64_t seq, uint8_t flags, uin
     else:
         memcpy(p + 16, &offset, 8)
     memcpy(p + 32, &size, 4)
+    memcpy(p + 36, &body_size, 4)
     memcpy(p + 40, &expiry, 8)
     memcpy(p + 48, &published_at, 8)
     crc = warren_crc(warren_crc(0, &sid, 8), p, 60)
@@ -127,7 +129,7 @@ cdef uint64_t _convert(Row *row, Py_ssize_t n, const unsigned char *start, uint6
     cdef Py_ssize_t i
     cdef const unsigned char *p
     cdef const unsigned char *payload
-    cdef uint32_t length, crc, size
+    cdef uint32_t length, crc, size, body_size
     cdef uint16_t targets
     cdef uint64_t expiry, published_at, seq, place = qs_offset
     for i in range(n):
@@ -149,9 +151,12 @@ cdef uint64_t _convert(Row *row, Py_ssize_t n, const unsigned char *start, uint6
             payload += 9 + payload[8]
         if p[1] & 2:
             memcpy(&size, payload + 16, 4)
-            _slot(slot, sid, seq, PERSISTENT | IN_STORE, 0, payload, 0, size, expiry, published_at)
+            memcpy(&body_size, payload + 20, 4)
+            _slot(slot, sid, seq, PERSISTENT | IN_STORE, 0, payload, 0, size, body_size, expiry, published_at)
         else:
-            _slot(slot, sid, seq, PERSISTENT, 0, NULL, place, size, expiry, published_at)
+            memcpy(&body_size, payload, 4)
+            body_size = size - 4 - body_size
+            _slot(slot, sid, seq, PERSISTENT, 0, NULL, place, size, body_size, expiry, published_at)
             crc = _body_crc(sid, seq, payload, size)
             memcpy(out, &size, 4)
             memcpy(out + 4, &crc, 4)
@@ -208,7 +213,7 @@ def encode_slots(list entries not None, uint64_t sid, uint64_t segment_size, uin
         following = entry.seq + 1
         msg_id = <unsigned char *>PyBytes_AS_STRING(<bytes>entry.msg_id) if entry.flags & IN_STORE else NULL
         _slot(slot, sid, entry.seq, entry.flags & (PERSISTENT | IN_STORE), boot, msg_id, entry.offset, entry.size,
-              entry.expiry, entry.published_at)
+              entry.body_size, entry.expiry, entry.published_at)
         entry.flags |= SLOTTED
         slot += SLOT
         made += 1
@@ -251,6 +256,7 @@ def read_slots(bytes data not None, uint64_t first_seq, Py_ssize_t from_slot, ui
             entry.flags |= IN_QS
             memcpy(&entry.offset, p + i * SLOT + 16, 8)
         memcpy(&entry.size, p + i * SLOT + 32, 4)
+        memcpy(&entry.body_size, p + i * SLOT + 36, 4)
         memcpy(&entry.expiry, p + i * SLOT + 40, 8)
         memcpy(&entry.published_at, p + i * SLOT + 48, 8)
         entries.append(entry)
@@ -260,7 +266,7 @@ def read_slots(bytes data not None, uint64_t first_seq, Py_ssize_t from_slot, ui
 
 def scan_slots(bytes data not None, uint64_t first_seq, uint64_t sid, uint32_t boot, bytearray live not None,
                list store_refs not None, list damaged not None):
-    """Recovery: set the bit of every valid slot that is persistent or of this boot. Returns (slots set, their payload
+    """Recovery: set the bit of every valid slot that is persistent or of this boot. Returns (slots set, their body
     bytes, slots written, lowest and highest published-at). `store_refs` gets (slot number, msg_id)."""
     cdef unsigned char *p = <unsigned char *>PyBytes_AS_STRING(data)
     cdef unsigned char *bits = <unsigned char *>live
@@ -282,7 +288,7 @@ def scan_slots(bytes data not None, uint64_t first_seq, uint64_t sid, uint32_t b
         high = max(high, stamp)
         if p[8] & PERSISTENT or slot_boot == boot:
             bits[i >> 3] |= 1 << (i & 7)
-            memcpy(&size, p + 32, 4)
+            memcpy(&size, p + 36, 4)
             total += size
             kept += 1
             if p[8] & IN_STORE and p[8] & PERSISTENT:
@@ -373,7 +379,7 @@ def bit_runs(bytearray bits not None, Py_ssize_t first, Py_ssize_t stop):
 
 
 def live_bytes(bytes slots not None, bytearray live not None):
-    """Payload bytes of the slots whose bit is set."""
+    """Body bytes of the slots whose bit is set."""
     cdef unsigned char *p = <unsigned char *>PyBytes_AS_STRING(slots)
     cdef unsigned char *bits = <unsigned char *>live
     cdef Py_ssize_t i
@@ -381,7 +387,7 @@ def live_bytes(bytes slots not None, bytearray live not None):
     cdef uint32_t size
     for i in range(PyBytes_GET_SIZE(slots) // SLOT):
         if bits[i >> 3] & (1 << (i & 7)):
-            memcpy(&size, p + i * SLOT + 32, 4)
+            memcpy(&size, p + i * SLOT + 36, 4)
             total += size
     return total
 

@@ -17,7 +17,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memmove
 
-from warren.kernel.entry cimport Entry
+from warren.kernel.entry cimport Entry  # its layout is compiled in
 
 cdef enum:
     FIRST_ROOM = 64         # rows

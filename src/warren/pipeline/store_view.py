@@ -411,7 +411,7 @@ class VhostView:
 
     def _stored_in_journal(self, overlay: Overlay) -> Iterator[bytes]:
         directory = os.path.join(self.root, "journal")
-        for _, number, start, stop, rows in split_rows(overlay.stored_rows(), self.segment_size, _SPAN_BYTES):
+        for _, number, start, stop, rows in split_rows(overlay.unmeasured_rows(), self.segment_size, _SPAN_BYTES):
             with open(journal_path(directory, number), "rb") as file:
                 data = os.pread(file.fileno(), stop - start, start)
             entries: list[Entry] = []

@@ -67,7 +67,7 @@ _SEGMENTS: _Columns = (
     ("acked", pa.int32(), "INT"),  # by .qa or by the journal; transient ones of an earlier start do not count
     ("live", pa.int32(), "INT"),  # those that the journal has as well do not count here
     ("damaged", pa.int32(), "INT"),
-    ("live_bytes", pa.int64(), "BIGINT"),  # of payloads
+    ("live_bytes", pa.int64(), "BIGINT"),  # of bodies
     ("qi_bytes", pa.int64(), "BIGINT"),
     ("qs_bytes", pa.int64(), "BIGINT"),
     ("qa_bytes", pa.int64(), "BIGINT"),

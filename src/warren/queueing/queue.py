@@ -165,7 +165,7 @@ class Queue:
         """Raises QueueFullError. What expired at the head takes no room."""
         if self._expiring:
             self._limits.drop_expired(self._backing, time.time_ns() // 1000)
-        self._limits.check_room(self._backing, count, sum(entry.size for entry in entries))
+        self._limits.check_room(self._backing, count, sum(entry.body_size for entry in entries))
 
     def entry_for(
         self, body: bytes, head: bytes, persistent: bool, priority: int | None, expiration_ms: int | None

@@ -216,12 +216,14 @@ class QueueProcess:
         taken: list[Entry] = []
         rejected: list[Entry] = []
         for entry in entries:
-            if (most is not None and count + 1 > most) or (most_bytes is not None and size + entry.size > most_bytes):
+            if (most is not None and count + 1 > most) or (
+                most_bytes is not None and size + entry.body_size > most_bytes
+            ):
                 rejected.append(entry)
             else:
                 taken.append(entry)
                 count += 1
-                size += entry.size
+                size += entry.body_size
         if rejected and self.arguments.overflow == "reject-publish-dlx":
             self._owner.dead_letter(self, rejected, MAXLEN, pending=False)
         return taken, rejected

@@ -158,7 +158,7 @@ class BackingQueue(Protocol):
         """Their seq_ids as a flat list first, count, ..."""
 
     def ready_bytes(self) -> int:
-        """Payload bytes of ready messages."""
+        """Body bytes of ready messages: what x-max-length-bytes limits. Heads do not count."""
 
     def set_ram_duration_target(self, duration: float) -> None:
         """The memory monitor's word: keep at most this many seconds of traffic in RAM."""

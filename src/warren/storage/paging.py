@@ -18,11 +18,12 @@ from warren.kernel.entry import (
     SLOTTED,
     Entry,
     bodiless,
+    body_total,
     drop_bodies,
     entry_ranges,
     ram_total,
+    sizes,
     sort_by_seq,
-    total_size,
     without,
 )
 from warren.storage.message_store import MessageDamaged, MessageMissing
@@ -72,7 +73,7 @@ class Paging(QueueState):
             self.q3.extend(self.q2)
             self.q2.clear()
             if self._bytes_in_doubt:
-                self._bytes = total_size(self.q3) + total_size(self.q1)
+                self._bytes = body_total(self.q3) + body_total(self.q1)
                 self._bytes_in_doubt = False
 
     def _fill(self, entries: list[Entry]) -> list[Entry]:
@@ -99,7 +100,7 @@ class Paging(QueueState):
             if entry.seq in gone:
                 self.q3.remove(entry)
                 self._len -= 1
-                self._bytes -= entry.size
+                self._bytes -= entry.body_size
         if not self.q3 and not self.q4:
             self._refill()
         return [entry for entry in entries if entry.seq not in gone]
@@ -141,7 +142,7 @@ class Paging(QueueState):
         ordered = list(entries)
         sort_by_seq(ordered)
         self._disk_pending.add_pairs(entry_ranges(ordered))
-        self._disk_pending_bytes += total_size(entries)
+        self._disk_pending_bytes += body_total(entries)
 
     def _settle_down(self) -> None:
         """After every operation: rates, paging, invariants."""
@@ -270,8 +271,8 @@ class Paging(QueueState):
             self._pend_on_disk(entries)
             for _ in entries:
                 self._ram_pending.popitem()
-            size = total_size(entries)
-            self._unacked_bytes -= size
+            size, bodies = sizes(entries)
+            self._unacked_bytes -= bodies
             self._add_ram(-size)
         return quota - count
 

@@ -21,11 +21,13 @@ from warren.kernel.entry import (
     PERSISTENT,
     SLOTTED,
     Entry,
+    body_total,
     drop_bodies,
     entry_ranges,
     ram_total,
     record_pending,
     seq_ranges,
+    sizes,
     sort_by_seq,
     summarize,
     take_pending,
@@ -56,14 +58,14 @@ class PendingAcks(Paging):
         self._ram_count -= held
         self._add_ram(-held_bytes)
         self._len -= count
-        self._bytes -= total_size(entries)
+        self._bytes -= body_total(entries)
         if source is self.q3 and not source:
             self._refill()
         return entries
 
-    def _pend(self, entries: list[Entry], size: int) -> None:
+    def _pend(self, entries: list[Entry], bodies: int) -> None:
         record_pending(self._ram_pending, entries)
-        self._unacked_bytes += size
+        self._unacked_bytes += bodies
         self._rates.taken += len(entries)
 
     def _lend_from_disk(self, entries: list[Entry], taken: list[Entry]) -> None:
@@ -88,8 +90,8 @@ class PendingAcks(Paging):
     def ack(self, seqs: list[int]) -> list[int]:
         found, missing = take_pending(self._ram_pending, seqs)
         if found:
-            size = total_size(found)
-            self._unacked_bytes -= size
+            size, bodies = sizes(found)
+            self._unacked_bytes -= bodies
             self._add_ram(-size)
             sort_by_seq(found)
             self._forget(found)
@@ -124,7 +126,7 @@ class PendingAcks(Paging):
 
     def _forget(self, entries: list[Entry]) -> None:
         """Messages leave for good: journal the acks of the persistent ones, drop the bodies of the others."""
-        _, count, _ = summarize(entries)
+        _, _, count, _ = summarize(entries)
         persistent = entries if count == len(entries) else [entry for entry in entries if entry.flags & PERSISTENT]
         if count:
             stored = [e.msg_id for e in persistent if e.flags & IN_STORE] if self._stored else []
@@ -203,8 +205,8 @@ class PendingAcks(Paging):
     def requeue(self, seqs: list[int], count_delivery: bool = True) -> list[int]:
         self._page_out_for_delta(seqs)
         found, missing = take_pending(self._ram_pending, seqs)
-        size = total_size(found)
-        self._unacked_bytes -= size
+        size, bodies = sizes(found)
+        self._unacked_bytes -= bodies
         self._add_ram(-size)
         disk = self._take_disk_pending(missing) if missing else []
         known = {entry.seq for entry in found}
@@ -255,7 +257,7 @@ class PendingAcks(Paging):
     def _return(self, entries: list[Entry]) -> None:
         """Entries that are in no container become ready again."""
         self._len += len(entries)
-        self._bytes += total_size(entries)
+        self._bytes += body_total(entries)
         self._rates.entered += len(entries)
         self._insert(entries)
         self._settle_down()
@@ -290,7 +292,7 @@ class PendingAcks(Paging):
             gone = set(self._read_bodies(entries))
             if gone:
                 self._len -= len(gone)
-                self._bytes -= total_size([e for e in entries if e.seq in gone])
+                self._bytes -= body_total([e for e in entries if e.seq in gone])
                 entries = [e for e in entries if e.seq not in gone]
         self._ram_count += len(entries)
         self._add_ram(total_size(entries))
@@ -326,10 +328,10 @@ class PendingAcks(Paging):
         while len(taken) < limit and self._len:
             head = self.peek()
             assert head is not None
-            if taken and head.size > room:
+            if taken and head.body_size > room:
                 break
             entries = self._take(self._run_within(limit - len(taken), room))
-            room -= total_size(entries)
+            room -= body_total(entries)
             taken += entries
         if not taken:
             return {}
@@ -344,7 +346,7 @@ class PendingAcks(Paging):
         """How many entries of the head container fit; at least one."""
         count = 0
         for entry in self.q4 or self.q3:
-            room -= entry.size
+            room -= entry.body_size
             if count and (room < 0 or count >= limit):
                 break
             count += 1

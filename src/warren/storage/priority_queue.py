@@ -185,7 +185,7 @@ class PriorityQueue:
         for level in self._down:
             head = level.peek()
             if head is not None and limit > 0:
-                if ranges and head.size > most_bytes:
+                if ranges and head.body_size > most_bytes:
                     break
                 before = level.ready_bytes()
                 taken = level.checkout(limit, most_bytes)

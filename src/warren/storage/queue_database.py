@@ -54,21 +54,21 @@ _SCHEMA = {
     expiry INTEGER NOT NULL,
     delivery_count INTEGER NOT NULL,
     redelivered INTEGER NOT NULL,
-    size INTEGER NOT NULL,
+    body_size INTEGER NOT NULL,
     crc INTEGER NOT NULL,
     head BLOB NOT NULL,
     body BLOB NOT NULL
 )""",
     # The order of the queue; with the rest a start can count everything without a look at the bodies.
     "messages_in_order": """CREATE INDEX messages_in_order
-ON messages (state, level DESC, seq, size, persistent, redelivered, delivery_count)""",
+ON messages (state, level DESC, seq, body_size, persistent, redelivered, delivery_count)""",
     "state": "CREATE TABLE state (format INTEGER, applied_lsn INTEGER, next_seq INTEGER, crc INTEGER)",
 }
 
-_PLACE = "seq, level, persistent, published_at, expiry, size"
+_PLACE = "seq, level, persistent, published_at, expiry, body_size"
 _MARKS = "state, delivery_count, redelivered"
 _WHOLE = f"{_PLACE}, crc, head, body"
-_FIXED = struct.Struct("<QQQIIBB")  # seq, published_at, expiry, size, bytes of the head, level, persistent
+_FIXED = struct.Struct("<QQQIIBB")  # seq, published_at, expiry, bytes of the body and of the head, level, persistent
 _STATE = struct.Struct("<QQQ")  # format, applied_lsn, next_seq
 
 _INSERT = f"INTO messages ({_WHOLE}, {_MARKS}) VALUES ({', '.join('?' * 12)})"
@@ -190,15 +190,15 @@ class QueueDatabase:
         while True:
             rows = self.rows(f"SELECT {_WHOLE} FROM messages {clause}", *values)
             if all(map(_is_sound, rows)):
-                return [_entry(row, row[7], row[8]) for row in rows]
+                return [_entry(row, row[7], row[8], len(row[7])) for row in rows]
             self._salvage("a row does not fit its checksum")
 
     def places(self, clause: str, *values: Any) -> list[Entry]:
         """Messages without head and body."""
         while True:
-            rows = self.rows(f"SELECT {_PLACE} FROM messages {clause}", *values)
+            rows = self.rows(f"SELECT {_PLACE}, length(head) FROM messages {clause}", *values)
             if all(type(value) is int for row in rows for value in row):
-                return [_entry(row, None, None) for row in rows]
+                return [_entry(row, None, None, row[6]) for row in rows]
             self._salvage("a row holds no numbers where numbers belong")
 
     def rows(self, sql: str, *values: Any) -> list[_Row]:
@@ -316,7 +316,7 @@ class QueueDatabase:
         """A checksum over the index: which messages there are, in which order and state."""
         crc = 0
         rows = self._db.execute(
-            "SELECT state, level, seq, size, persistent, redelivered, delivery_count FROM messages "
+            "SELECT state, level, seq, body_size, persistent, redelivered, delivery_count FROM messages "
             "INDEXED BY messages_in_order ORDER BY state, level DESC, seq"
         )
         while some := rows.fetchmany(1024):
@@ -418,20 +418,21 @@ class QueueDatabase:
 
 
 def _row(entry: Entry) -> _Row:
-    place = (entry.seq, entry.level, entry.flags & PERSISTENT, entry.published_at, entry.expiry, entry.size)
+    place = (entry.seq, entry.level, entry.flags & PERSISTENT, entry.published_at, entry.expiry, entry.body_size)
     return (*place, _checksum(place, entry.head, entry.body), entry.head, entry.body)
 
 
-def _entry(row: _Row, head: bytes | None, body: bytes | None) -> Entry:
-    seq, level, persistent, published_at, expiry, size = row[:6]
-    entry = Entry(seq, head, body, PERSISTENT if persistent else 0, published_at, expiry, None, size)
+def _entry(row: _Row, head: bytes | None, body: bytes | None, head_size: int) -> Entry:
+    seq, level, persistent, published_at, expiry, body_size = row[:6]
+    flags, size = PERSISTENT if persistent else 0, 4 + head_size + body_size
+    entry = Entry(seq, head, body, flags, published_at, expiry, None, size, body_size=body_size)
     entry.level = level
     return entry
 
 
 def _checksum(place: _Row, head: bytes, body: bytes) -> int:
-    seq, level, persistent, published_at, expiry, size = place
-    fixed = _FIXED.pack(seq, published_at, expiry, size, len(head), level, persistent)
+    seq, level, persistent, published_at, expiry, body_size = place
+    fixed = _FIXED.pack(seq, published_at, expiry, body_size, len(head), level, persistent)
     return crc32c(body, crc32c(head, crc32c(fixed)))
 
 

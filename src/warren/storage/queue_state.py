@@ -12,7 +12,7 @@ from warren.kernel.entry import (
     Entry,
     ram_total,
     seq_ranges,
-    total_size,
+    sizes,
 )
 from warren.kernel.ranges import RangeSet
 from warren.storage.context import QueueContext
@@ -42,15 +42,15 @@ class QueueState:
         self.delta_count = 0
         self.delta_transient = 0  # transient messages among them, at most
         self._len = 0
-        self._bytes = 0  # payload of ready messages
+        self._bytes = 0  # body bytes of ready messages
         self._bytes_in_doubt = False  # damage in delta took some of them; made up for when delta is read
         self._ram_count = 0  # ready messages whose body is in RAM
-        self._ram_bytes = 0  # their payload, and that of _ram_pending
+        self._ram_bytes = 0  # their payload, with the heads, and that of _ram_pending
         self._ram_pending: dict[int, Entry] = {}
         self._disk_pending = RangeSet()  # pending acks that are only on disk
         self._disk_transient = RangeSet()  # those of them that are transient
-        self._disk_pending_bytes = 0
-        self._unacked_bytes = 0  # of _ram_pending
+        self._disk_pending_bytes = 0  # body bytes
+        self._unacked_bytes = 0  # body bytes of _ram_pending
         self._leased = RangeSet()  # part of _disk_pending that belongs to checkouts
         self._stored = 0  # messages, ready or pending, whose payload is in the persistent message store
         self.counts: dict[int, int] = {}  # seq_id -> delivery count, where it is not 0
@@ -117,7 +117,7 @@ class QueueState:
         return self._bytes
 
     def total_bytes(self) -> int:
-        """Payload of ready and pending messages."""
+        """Body bytes of ready and pending messages."""
         return self._bytes + self._unacked_bytes + self._disk_pending_bytes
 
     def pending_pairs(self) -> list[int]:
@@ -196,7 +196,7 @@ class QueueState:
             held += count
             held_bytes += size
         assert held == self._ram_count, (held, self._ram_count)
-        pending = total_size(self._ram_pending.values())
-        assert pending == self._unacked_bytes, (pending, self._unacked_bytes)
+        pending, unacked = sizes(self._ram_pending.values())
+        assert unacked == self._unacked_bytes, (unacked, self._unacked_bytes)
         assert held_bytes + pending == self._ram_bytes, (held_bytes, pending, self._ram_bytes)
         assert min(self._bytes, self._disk_pending_bytes) >= 0

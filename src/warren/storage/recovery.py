@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from warren.kernel.checksum import crc32c
-from warren.kernel.entry import IN_STORE, PERSISTENT, Entry
+from warren.kernel.entry import IN_STORE, Entry
 from warren.kernel.journal_codec import DEDUP, read_publishes, replay
 from warren.kernel.overlay import Overlay, row_pairs, split_rows
 from warren.kernel.ranges import RangeSet
@@ -113,7 +113,7 @@ class ScannedSegment:
     """What a scan found: all that a start needs of the segment, without its slots, so that it can travel."""
 
     segment: Segment
-    live_bytes: int  # payload of the live slots
+    live_bytes: int  # bodies of the live slots
     refs: list[tuple[int, bytes]]  # slot and msg_id of live slots that refer to the message store
     counts: dict[int, int]  # slot -> delivery count
     damage: list[tuple[str, int, int, int, str]] = field(default_factory=list)  # as for `Report`
@@ -143,7 +143,7 @@ class StreamRecovery:
     """What a dirty start found of one stream."""
 
     count: int
-    payload_bytes: int
+    body_bytes: int
     low: int
     stop: int  # above every seq_id found
     stored: list[tuple[int, bytes]]  # (seq_id, msg_id) of what refers to the message store
@@ -198,9 +198,10 @@ def recover_stream(
         counts.update((base + slot, count) for slot, count in found.counts.items())
     index.files.clear_away(dead)
     journal_count, journal_bytes = overlay.live_totals()
-    for entry in _stored_in_journal(disk, directory, overlay, size, report):
-        stored.append((entry.seq, entry.msg_id))
-        journal_bytes += entry.size
+    for entry in _unmeasured_in_journal(disk, directory, overlay, size):
+        journal_bytes += entry.body_size
+        if entry.flags & IN_STORE:
+            stored.append((entry.seq, entry.msg_id))
     fresh = state.counts.get(index.sid, {})
     counts.update(fresh)
     alive = {seq: count for seq, count in counts.items() if _is_live(index, seq)}
@@ -208,7 +209,7 @@ def recover_stream(
     slots = sum(segment.live_count for segment in index.segments.values())
     return StreamRecovery(
         count=slots + journal_count,
-        payload_bytes=total + journal_bytes,
+        body_bytes=total + journal_bytes,
         low=_lowest(index),
         stop=stop,
         stored=stored,
@@ -233,18 +234,18 @@ def _lowest(index: QueueIndex) -> int:
     return low or 0
 
 
-def _stored_in_journal(disk: Disk, directory: str, overlay: Overlay, segment_size: int, report: Report) -> list[Entry]:
-    """Entries of publish records that refer to the message store."""
+def _unmeasured_in_journal(disk: Disk, directory: str, overlay: Overlay, segment_size: int) -> list[Entry]:
+    """Entries of publish records that have to be read: they refer to the message store, or have very long heads."""
     entries: list[Entry] = []
     damaged: list[tuple[int, int, int]] = []
-    for _, number, start, stop, rows in split_rows(overlay.stored_rows(), segment_size, _SPAN_BYTES):
+    for _, number, start, stop, rows in split_rows(overlay.unmeasured_rows(), segment_size, _SPAN_BYTES):
         file = open_to_read(disk, journal_path(directory, number))
         try:
             data = read_around(file, stop - start, start)
             read_publishes(rows, data, start, entries, damaged)
         finally:
             file.close()
-    return [entry for entry in entries if entry.flags & IN_STORE and entry.flags & PERSISTENT]
+    return entries
 
 
 def store_references(streams: list[StreamRecovery]) -> Counter[bytes]:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, entry_ranges, total_size
+from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, body_total, entry_ranges
 from warren.kernel.journal_codec import ACK, PURGE, read_publishes
 from warren.kernel.overlay import LIVE, Overlay, split_rows
 from warren.kernel.ranges import RangeSet
@@ -64,7 +64,7 @@ class SqliteQueue:
         self._context = context
         self._journal = context.journal
         self._ready = 0
-        self._ready_bytes = 0
+        self._ready_bytes = 0  # of bodies
         self._pending = 0  # leased ones too
         self._pending_bytes = 0
         self._salvages = database.salvages
@@ -149,7 +149,7 @@ class SqliteQueue:
         self._persist(entries, confirm)
         self._insert(entries, PENDING)
         self._pending += len(entries)
-        self._pending_bytes += total_size(entries)
+        self._pending_bytes += body_total(entries)
         self._rates.entered += len(entries)
         self._rates.left += len(entries)
         self._rates.taken += len(entries)
@@ -195,7 +195,7 @@ class SqliteQueue:
     def accept(self, entries: list[Entry]) -> None:
         self._insert(entries, READY)
         self._ready += len(entries)
-        self._ready_bytes += total_size(entries)
+        self._ready_bytes += body_total(entries)
         self._rates.entered += len(entries)
         self._settle_down()
 
@@ -236,7 +236,7 @@ class SqliteQueue:
             self._rates.taken += len(entries)
         else:
             self._ready -= len(entries)
-            self._ready_bytes -= total_size(entries)
+            self._ready_bytes -= body_total(entries)
             self._forget(entries, ACK)
         self._rates.left += len(entries)
         self._settle_down()
@@ -244,7 +244,7 @@ class SqliteQueue:
     def _move(self, entries: list[Entry], state: int) -> None:
         """Ready messages become pending or leased ones."""
         self.database.change_each(entries, f"UPDATE messages SET state = ? {_EACH}", state)
-        size = total_size(entries)
+        size = body_total(entries)
         self._ready -= len(entries)
         self._ready_bytes -= size
         self._pending += len(entries)
@@ -298,7 +298,7 @@ class SqliteQueue:
     def _ack(self, seqs: list[int], record: int | None) -> list[int]:
         found = self._in_state(seqs, PENDING)
         self._pending -= len(found)
-        self._pending_bytes -= total_size(found)
+        self._pending_bytes -= body_total(found)
         self._forget(found, record)
         self._rates.acked += len(found)
         self._settle_down()
@@ -326,7 +326,7 @@ class SqliteQueue:
             int(count_delivery),
         )
         self.returned.add_pairs(entry_ranges(sorted(entries, key=_by_seq)))
-        size = total_size(entries)
+        size = body_total(entries)
         self._pending -= len(entries)
         self._pending_bytes -= size
         self._ready += len(entries)
@@ -390,9 +390,9 @@ class SqliteQueue:
     def checkout(self, limit: int, most_bytes: int) -> dict[int, list[int]]:
         taken: list[Entry] = []
         for entry in self.database.places(f"WHERE state = ? {_IN_ORDER}", READY, limit):
-            if taken and entry.size > most_bytes:
+            if taken and entry.body_size > most_bytes:
                 break
-            most_bytes -= entry.size
+            most_bytes -= entry.body_size
             taken.append(entry)
         self._move(taken, LEASED)
         self._rates.left += len(taken)
@@ -413,7 +413,7 @@ class SqliteQueue:
             self._put_back(found, count_delivery=False)
         else:
             self._pending -= len(found)
-            self._pending_bytes -= total_size(found)
+            self._pending_bytes -= body_total(found)
             self._forget(found, ACK)
             self._settle_down()
         return len(found)
@@ -432,7 +432,9 @@ class SqliteQueue:
         """Everything in RAM from the table."""
         self._salvages = self.database.salvages
         sums = {READY: (0, 0), PENDING: (0, 0), LEASED: (0, 0)}
-        for state, count, size in self.database.rows("SELECT state, count(*), sum(size) FROM messages GROUP BY state"):
+        for state, count, size in self.database.rows(
+            "SELECT state, count(*), sum(body_size) FROM messages GROUP BY state"
+        ):
             sums[state] = (count, int(size))
         self._ready, self._ready_bytes = sums[READY]
         self._pending = sums[PENDING][0] + sums[LEASED][0]
@@ -469,7 +471,7 @@ class SqliteQueue:
         return self._ready_bytes
 
     def total_bytes(self) -> int:
-        """Payload of ready and pending messages."""
+        """Body bytes of ready and pending messages."""
         return self._ready_bytes + self._pending_bytes
 
     def set_ram_duration_target(self, duration: float) -> None:

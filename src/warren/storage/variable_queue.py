@@ -35,12 +35,13 @@ from warren.kernel.entry import (
     IN_STORE,
     PERSISTENT,
     Entry,
+    body_total,
     entry_ranges,
     persistent_total,
     ram_total,
     seq_ranges,
+    sizes,
     summarize,
-    total_size,
     without,
 )
 from warren.kernel.journal_codec import PURGE
@@ -69,7 +70,7 @@ class VariableQueue(PendingAcks):
         for pairs in self._chunks(recovered["leased"]):
             leased, _ = self.index.load(pairs)
             self._leased.add_pairs(entry_ranges(leased))
-            self._disk_pending_bytes += total_size(leased)
+            self._disk_pending_bytes += body_total(leased)
         self._disk_pending = self._leased.copy()
         self._bytes = recovered["bytes"] - self._disk_pending_bytes
         self._len = self.index.live_count() - len(self._leased)
@@ -96,9 +97,9 @@ class VariableQueue(PendingAcks):
         }
 
     def _drop_transient(self) -> int:
-        """Transient messages end here; the payload bytes of what stays."""
+        """Transient messages end here; the body bytes of what stays."""
         held = [*self.q1, *self.q2, *self.q3, *self.q4]
-        in_delta = self._bytes - total_size(held)
+        in_delta = self._bytes - body_total(held)
         held += self._ram_pending.values()
         is_exact = not self.delta_transient and not self._disk_pending
         self._forget_transient(without(held, PERSISTENT))
@@ -131,13 +132,13 @@ class VariableQueue(PendingAcks):
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def publish(self, entries: list[Entry], confirm: bool = False) -> None:
-        size, persistent, largest = summarize(entries)
+        size, bodies, persistent, largest = summarize(entries)
         if persistent == len(entries) and largest < self._settings.embed_below and not confirm:
             self._disk_writes += persistent
             self._journal.buffer.append_publishes(self.index.sid, entries, self.index.overlay, LIVE)
         else:
             self._persist(entries, confirm)
-        self._enqueue(entries, size, largest)
+        self._enqueue(entries, size, bodies, largest)
 
     def publish_delivered(self, entries: list[Entry], confirm: bool = False) -> None:
         assert not self._context.debug or self.is_empty(), "publish_delivered requires an empty queue"
@@ -201,14 +202,14 @@ class VariableQueue(PendingAcks):
 
     def accept(self, entries: list[Entry]) -> None:
         if entries:
-            size, _, largest = summarize(entries)
-            self._enqueue(entries, size, largest)
+            size, bodies, _, largest = summarize(entries)
+            self._enqueue(entries, size, bodies, largest)
 
-    def _enqueue(self, entries: list[Entry], size: int, largest: int) -> None:
+    def _enqueue(self, entries: list[Entry], size: int, bodies: int, largest: int) -> None:
         if largest >= self._settings.embed_below:
             self.note_stored(entries)
         self._len += len(entries)
-        self._bytes += size
+        self._bytes += bodies
         self._rates.entered += len(entries)
         if entries[0].seq > self._last_seq():
             (self.q1 if self.q3 else self.q4).extend(entries)
@@ -225,13 +226,14 @@ class VariableQueue(PendingAcks):
         if ack_required and count < len(source):
             popleft = source.popleft
             entries = [popleft() for _ in range(count)]
-            held, size = ram_total(entries)
+            held, _ = ram_total(entries)
             if held == count:  # bodies only move from ready to pending, and no container runs empty
+                bodies = body_total(entries)
                 self._len -= count
-                self._bytes -= size
+                self._bytes -= bodies
                 self._ram_count -= count
                 self._rates.left += count
-                self._pend(entries, size)
+                self._pend(entries, bodies)
                 self._settle_down()
                 return entries
             source.extendleft(reversed(entries))
@@ -250,10 +252,10 @@ class VariableQueue(PendingAcks):
 
     def _hand_out(self, entries: list[Entry]) -> None:
         """Entries with their bodies, in no container, wait for an ack from now on."""
-        size = total_size(entries)
+        size, bodies = sizes(entries)
         self._rates.left += len(entries)
         self._add_ram(size)
-        self._pend(entries, size)
+        self._pend(entries, bodies)
         self._settle_down()
 
     def drop(self, count: int, ack_required: bool = False) -> list[int]:
@@ -264,9 +266,9 @@ class VariableQueue(PendingAcks):
         if ack_required:
             self._lend_from_disk([entry for entry in entries if entry.body is None], entries)
             whole = [entry for entry in entries if entry.body is not None]
-            size = total_size(whole)
+            size, bodies = sizes(whole)
             self._add_ram(size)
-            self._pend(whole, size)
+            self._pend(whole, bodies)
         elif entries:
             self._forget(entries)
         self._settle_down()

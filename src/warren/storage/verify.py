@@ -331,7 +331,7 @@ class _Planner(Checker):
     def _journal_references(self, stream: _Stream, directory: str) -> None:
         """Live publish records that refer to the message store."""
         stream.overlay.squeeze()
-        for _, number, start, stop, rows in split_rows(stream.overlay.stored_rows(), 1 << 62, 1 << 22):
+        for _, number, start, stop, rows in split_rows(stream.overlay.unmeasured_rows(), 1 << 62, 1 << 22):
             path = journal_path(directory, number)
             file = self._disk.open_read(path)
             try:

@@ -370,7 +370,7 @@ class VhostOpening:
                 if msg_id in missing:
                     self.report(self.store.path, 0, 0, seq, f"body {msg_id.hex()} is missing", sid)
                     entries, _ = indexes[sid].load([seq, 1])
-                    stream.payload_bytes -= sum(entry.size for entry in entries)
+                    stream.body_bytes -= sum(entry.body_size for entry in entries)
                     stream.count -= 1
                     stream.counts.pop(seq, None)
                     indexes[sid].lose(seq)
@@ -409,7 +409,7 @@ class VhostOpening:
             states.append(
                 {
                     "count": stream.count - sum(leased[1::2]),
-                    "bytes": stream.payload_bytes,
+                    "bytes": stream.body_bytes,
                     "low": stream.low,
                     "redelivered_below": seqs.next,
                     "returned": [],

@@ -144,7 +144,7 @@ class VhostTransactions(VhostOpening):
                 share = limit if total <= limit else min(limit, max(1, limit * len(queue.backing) // total))
                 total -= len(queue.backing)
                 head = queue.backing.peek()
-                if ranges and head is not None and head.size > most_bytes:
+                if ranges and head is not None and head.body_size > most_bytes:
                     continue
                 before = queue.backing.ready_bytes()
                 taken = queue.backing.checkout(share, most_bytes)

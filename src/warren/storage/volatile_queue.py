@@ -12,7 +12,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from warren.kernel.entry import Entry, entry_ranges, record_pending, take_pending, total_size
+from warren.kernel.entry import Entry, body_total, entry_ranges, record_pending, take_pending, total_size
 from warren.kernel.ranges import RangeSet
 from warren.storage.backing_queue import everything
 from warren.storage.context import QueueContext
@@ -33,8 +33,9 @@ class VolatileQueue:
         self._ready: deque[Entry] = deque()
         self._pending: dict[int, Entry] = {}
         self._leased: dict[int, Entry] = {}
-        self._bytes = 0
-        self._pending_bytes = 0
+        self._bytes = 0  # body bytes of ready messages
+        self._pending_bytes = 0  # and of pending ones
+        self._ram_bytes = 0  # payload of all
         self._confirmed: list[int] = []
         self._rates = Rates(context.clock())
         self.counts: dict[int, int] = {}
@@ -49,7 +50,7 @@ class VolatileQueue:
         return {"redelivered_below": 0, "returned": [], "counts": {}, "stored": 0, "bytes": 0}
 
     def delete_and_terminate(self) -> None:
-        self._context.monitor.ram_bytes -= self._bytes + self._pending_bytes
+        self._add_ram(-self._ram_bytes)
         self._ready.clear()
         self._pending.clear()
         self._leased.clear()
@@ -66,7 +67,7 @@ class VolatileQueue:
         if confirm:
             self._confirm(entries)
         self._pend(entries, self._pending)
-        self._context.monitor.ram_bytes += total_size(entries)
+        self._add_ram(total_size(entries))
         self._rates.entered += len(entries)
 
     def journal_publish(self, entries: list[Entry], state: int) -> None:
@@ -85,12 +86,15 @@ class VolatileQueue:
         pass
 
     def accept(self, entries: list[Entry]) -> None:
-        size = total_size(entries)
-        self._bytes += size
-        self._context.monitor.ram_bytes += size
+        self._bytes += body_total(entries)
+        self._add_ram(total_size(entries))
         self._rates.entered += len(entries)
         self._merge(entries)
         self._rates.update(self._context.clock())
+
+    def _add_ram(self, size: int) -> None:
+        self._ram_bytes += size
+        self._context.monitor.ram_bytes += size
 
     def _confirm(self, entries: list[Entry]) -> None:
         self._confirmed += entry_ranges(entries)
@@ -114,8 +118,7 @@ class VolatileQueue:
     def fetch(self, count: int, ack_required: bool = True) -> list[Entry]:
         popleft = self._ready.popleft
         entries = [popleft() for _ in range(min(count, len(self._ready)))]
-        size = total_size(entries)
-        self._bytes -= size
+        self._bytes -= body_total(entries)
         self._rates.left += len(entries)
         if ack_required:
             self._pend(entries, self._pending)
@@ -129,11 +132,11 @@ class VolatileQueue:
 
     def _pend(self, entries: list[Entry], pending: dict[int, Entry]) -> None:
         record_pending(pending, entries)
-        self._pending_bytes += total_size(entries)
+        self._pending_bytes += body_total(entries)
         self._rates.taken += len(entries)
 
     def _forget(self, entries: list[Entry]) -> None:
-        self._context.monitor.ram_bytes -= total_size(entries)
+        self._add_ram(-total_size(entries))
         if self.counts:
             for entry in entries:
                 self.counts.pop(entry.seq, None)
@@ -158,7 +161,7 @@ class VolatileQueue:
 
     def ack(self, seqs: list[int]) -> list[int]:
         found, missing = take_pending(self._pending, seqs)
-        self._pending_bytes -= total_size(found)
+        self._pending_bytes -= body_total(found)
         self._rates.acked += len(found)
         self._forget(found)
         gone = set(missing)
@@ -171,7 +174,7 @@ class VolatileQueue:
         return [seq for seq in seqs if seq not in gone]
 
     def _back(self, found: list[Entry], count_delivery: bool) -> None:
-        size = total_size(found)
+        size = body_total(found)
         self._pending_bytes -= size
         self._bytes += size
         self._rates.entered += len(found)
@@ -213,12 +216,12 @@ class VolatileQueue:
 
     def checkout(self, limit: int, most_bytes: int) -> dict[int, list[int]]:
         taken: list[Entry] = []
-        while self._ready and len(taken) < limit and (not taken or self._ready[0].size <= most_bytes):
-            most_bytes -= self._ready[0].size
+        while self._ready and len(taken) < limit and (not taken or self._ready[0].body_size <= most_bytes):
+            most_bytes -= self._ready[0].body_size
             taken.append(self._ready.popleft())
         if not taken:
             return {}
-        self._bytes -= total_size(taken)
+        self._bytes -= body_total(taken)
         self._pend(taken, self._leased)
         return {self.sid: entry_ranges(taken)}
 
@@ -229,7 +232,7 @@ class VolatileQueue:
         if requeue:
             self._back(found, count_delivery=False)
         else:
-            self._pending_bytes -= total_size(found)
+            self._pending_bytes -= body_total(found)
             self._forget(found)
         return len(found)
 
@@ -287,7 +290,7 @@ class VolatileQueue:
             "pending_acks": self.pending_count,
             "ram_pending_acks": self.pending_count,
             "ram_msg_count": ready,
-            "ram_bytes": self._bytes + self._pending_bytes,
+            "ram_bytes": self._ram_bytes,
             "message_bytes": self._bytes + self._pending_bytes,
             "message_bytes_ready": self._bytes,
             "message_bytes_unacknowledged": self._pending_bytes,

@@ -117,9 +117,9 @@ class _Group:
     def _has_room(self, queue: QueueProcess, copy: Entry) -> bool:
         """Does a queue that rejects take one more, besides those on their way? What never fits waits for an empty queue."""
         count, size = self._under_way.get(queue, (0, 0))
-        if not queue.has_room(count + 1, size + copy.size) and (count or len(queue)):
+        if not queue.has_room(count + 1, size + copy.body_size) and (count or len(queue)):
             return False
-        self._under_way[queue] = (count + 1, size + copy.size)
+        self._under_way[queue] = (count + 1, size + copy.body_size)
         return True
 
     def _address(self, head: bytes) -> _Address:
