@@ -289,7 +289,11 @@ class Queue:
 
     def get(self, timeout: float | None = 0) -> Message | None:
         """The message at the head, or None when there is none after `timeout` seconds; None waits for ever."""
-        messages = self.get_many(1, timeout)
+        with self._lock:
+            self._check()
+            messages = self._fetch(1)
+        if not messages and timeout != 0:
+            messages = self.get_many(1, timeout)
         return messages[0] if messages else None
 
     def get_many(self, count: int, timeout: float | None = 0) -> list[Message]:
@@ -344,7 +348,7 @@ class Queue:
 
     def ack_many(self, messages: Sequence[Message]) -> None:
         """Settle messages of this queue, all or none: done with them."""
-        with self._store.lock:
+        with self._lock:
             self._check()
             self._backing.ack(self._settle(messages))
         self._store.wake()
@@ -498,8 +502,8 @@ class Queue:
                 listener()
 
     def _check(self) -> None:
-        if self._store.committer.failed is not None:
-            self._store.committer.check()
+        if self._committer.failed is not None:
+            self._committer.check()
         if self._deleted:
             raise QueueNotFoundError(f"queue {self.name!r} was deleted; Store.queue makes it anew")
 

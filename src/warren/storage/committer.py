@@ -21,6 +21,7 @@ import os
 import threading
 
 from warren.errors import DiskFullError, StoreClosedError, StoreFailedError, WarrenError
+from warren.kernel.gates import Gate, open_gates
 from warren.storage.disk import Disk
 from warren.storage.journal import Journal, JournalCommit
 from warren.storage.message_store import Commit as StoreCommit
@@ -34,8 +35,7 @@ class _Waiter:
 
     def __init__(self, lsn: int) -> None:
         self.lsn = lsn
-        self.gate = threading.Lock()
-        self.gate.acquire()
+        self.gate = Gate()
         self.lead = False
         self.error: WarrenError | None = None
 
@@ -152,7 +152,11 @@ class Committer:
                 waiter = _Waiter(lsn)
                 self._waiters.append(waiter)
         if waiter is not None:
-            waiter.gate.acquire()
+            try:
+                waiter.gate.wait()
+            except BaseException:  # Ctrl-C: somebody else has to lead in its place
+                self._withdraw(waiter)
+                raise
             if waiter.error is not None:
                 raise waiter.error
             if not waiter.lead:
@@ -226,20 +230,29 @@ class Committer:
     def _hand_on(self, error: WarrenError | None) -> None:
         with self._lock:
             synced = self._journal.synced_lsn
+            done = []
             left = []
             for waiter in self._waiters:
-                if error is not None:
+                if error is not None or waiter.lsn <= synced:
                     waiter.error = error
-                    waiter.gate.release()
-                elif waiter.lsn <= synced:
-                    waiter.gate.release()
+                    done.append(waiter.gate)
                 else:
                     left.append(waiter)
             self._waiters = left[1:]
             self._leader = bool(left)
             if left:
                 left[0].lead = True
-                left[0].gate.release()
+                done.insert(0, left[0].gate)
+        open_gates(done)
+
+    def _withdraw(self, waiter: _Waiter) -> None:
+        """A thread does not wait any longer."""
+        with self._lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+                return
+        if waiter.lead:
+            self._hand_on(None)
 
     # -- the reserve -------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ from warren.kernel.entry import (
 from warren.kernel.journal_codec import ACK
 from warren.kernel.ranges import RangeSet
 from warren.storage.paging import Paging
+from warren.storage.queue_index import AckTicket
 
 T = TypeVar("T")
 _by_seq = attrgetter("seq")
@@ -137,16 +139,25 @@ class PendingAcks(Paging):
             self._forget_marks(entries)
 
     def _journal_ack(self, kind: int, pairs: list[int], stored: list[bytes]) -> None:
-        self._journal.buffer.append_ranges(kind, self.index.sid, pairs)
-        ticket = self.index.ack(pairs)
+        journal = self._journal
+        journal.buffer.append_ranges(kind, self.index.sid, pairs)
         self._stored -= len(stored)
+        ticket = self._ack_ticket
+        if (
+            ticket is None or ticket.lsn != journal.next_lsn
+        ):  # one for all acks of a commit, however many calls they were
+            ticket = self._ack_ticket = AckTicket(journal.next_lsn)
+            journal.after(partial(self._ack_synced, ticket))
+        self.index.ack(pairs, ticket)
+        if stored:
+            ticket.stored += stored
 
-        def synced() -> None:
-            self.index.ack_synced(ticket)
-            if stored:
-                self._context.persistent_store.remove_many(stored)
-
-        self._journal.after(synced)
+    def _ack_synced(self, ticket: AckTicket) -> None:
+        if ticket is self._ack_ticket:
+            self._ack_ticket = None
+        self.index.ack_synced(ticket)
+        if ticket.stored:
+            self._context.persistent_store.remove_many(ticket.stored)
 
     def _ack_pairs(self, kind: int, pairs: list[int]) -> None:
         """Journal acks of persistent messages that are only on disk."""

@@ -6,13 +6,13 @@ order: which messages are ready, and in which of q1..q4 and delta, is the backin
 
 An ack goes through two stages, because nothing outside the journal may happen before its record is synced:
 
-    ticket = index.ack(pairs)      the record is in the buffer: the messages are not read any more
+    index.ack(pairs, ticket)       the record is in the buffer: the messages are not read any more
     index.ack_synced(ticket)       it is safe: rows are dead, slots may be forgotten at the next checkpoint
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from warren.kernel.entry import IN_QS, IN_STORE, SLOTTED, Entry, bodiless, body_spans, set_level, sort_by_seq
@@ -42,10 +42,22 @@ _by_seq = attrgetter("seq")
 
 @dataclass(slots=True)
 class AckTicket:
-    """What an ack has to finish once its record is synced; flat lists first, count, ..."""
+    """What the acks of one commit have to finish once their records are synced."""
 
-    in_journal: list[int]
-    in_segments: list[int]
+    lsn: int  # of that commit
+    in_journal: list[int] = field(default_factory=list)  # flat: first, count, ...
+    in_segments: list[int] = field(default_factory=list)
+    stored: list[bytes] = field(default_factory=list)  # what they held in the message store
+
+
+def _join(pairs: list[int], more: list[int]) -> None:
+    """Append pairs; the first of them to the last one where it goes on there, as it does when a queue is drained."""
+    if pairs and pairs[-2] + pairs[-1] == more[0]:
+        pairs[-1] += more[1]
+        if len(more) > 2:
+            pairs += more[2:]
+    else:
+        pairs += more
 
 
 class QueueIndex:
@@ -81,18 +93,18 @@ class QueueIndex:
 
     # -- acks --------------------------------------------------------------------------------------------------------
 
-    def ack(self, pairs: list[int]) -> AckTicket:
+    def ack(self, pairs: list[int], ticket: AckTicket) -> None:
         """Acks of persistent messages are in the journal's buffer. Ranges may have holes."""
         found, missing = self.overlay.ack(pairs)
-        slots: list[int] = []
+        if found:
+            _join(ticket.in_journal, found)
         if missing:
             for segment, first, count in self._split(missing):
                 base = segment.number * self.segment_size
                 cleared: list[int] = []
                 segment.unsynced += segment.kill(first, count, cleared)
                 for i in range(0, len(cleared), 2):
-                    slots += (base + cleared[i], cleared[i + 1])
-        return AckTicket(found, slots)
+                    _join(ticket.in_segments, [base + cleared[i], cleared[i + 1]])
 
     def take_over(self, rows: bytes) -> None:
         """A checkpoint wrote `rows` to segments, and they are synced: slots replace overlay rows, and acks that came

@@ -16,7 +16,7 @@ from warren.kernel.entry import (
 )
 from warren.kernel.ranges import RangeSet
 from warren.storage.context import QueueContext
-from warren.storage.queue_index import QueueIndex
+from warren.storage.queue_index import AckTicket, QueueIndex
 from warren.storage.rates import Rates
 from warren.storage.seq_ids import SeqIds
 
@@ -57,6 +57,7 @@ class QueueState:
         self.returned = RangeSet()  # seq_ids that were handed out and came back
         self.redelivered_below = 0  # everything below was perhaps handed out before a crash
         self._hidden = RangeSet()  # published by transactions that are not committed yet
+        self._ack_ticket: AckTicket | None = None  # acks of the commit that is being filled
         self._confirmed: list[int] = []
         self._unconfirmed = 0
         self._rates = Rates(context.clock())
