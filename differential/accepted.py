@@ -63,20 +63,9 @@ def _global_prefetch(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return limited and consumers > 1 and _answers(ours) == _answers(theirs)
 
 
-def _blind_copies(program: list[Step], ours: Seen, theirs: Seen) -> bool:
-    blind = any("BCC" in ((step.properties or {}).get("headers") or {}) for step in program)
-    dead = any("x-dead-letter-exchange" in step.arguments.get("arguments", {}) for step in program)
-    return blind and dead and _answers(ours) == _answers(theirs)
-
-
 def _unknown_method(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     lost = any(answer[0] == "lost" for answer in _answers(theirs))
     return program[-1].method in ("raw", "frame") and lost and bool(_closes(ours))
-
-
-def _no_priorities(program: list[Step], ours: Seen, theirs: Seen) -> bool:
-    arguments = program[-1].arguments.get("arguments", {})
-    return arguments.get("x-max-priority") == 0 and _closes(ours) == [406]
 
 
 def _overtaken(program: list[Step], ours: Seen, theirs: Seen) -> bool:
@@ -90,38 +79,16 @@ def _overtaken(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return dead and several and counts[0] == counts[1] and _closes(ours) == _closes(theirs)
 
 
-def _routed_at_commit(program: list[Step], ours: Seen, theirs: Seen) -> bool:
-    changes = ("bind", "unbind", "delete", "declare")
-    selected = [number for number, step in enumerate(program) if step.method == "tx.select"]
-    changed = bool(selected) and any(step.method.endswith(changes) for step in program[selected[0] :])
-    return program[-1].method == "tx.commit" and changed and _closes(ours) == _closes(theirs)
-
-
 ACCEPTED: list[Accepted] = [
-    Accepted(
-        "OPEN: a transaction is routed when it is committed",
-        "RabbitMQ routes a publish when it comes, so bindings that change before tx.commit do not count for it",
-        _routed_at_commit,
-    ),
     Accepted(
         "a dead letter and another copy of its message",
         "when both go to one queue, which of them is first is promised nowhere: RabbitMQ's queues are processes",
         _overtaken,
     ),
     Accepted(
-        "OPEN: x-max-priority of 0",
-        "RabbitMQ takes it for a queue without priorities; in Warren the least is 1",
-        _no_priorities,
-    ),
-    Accepted(
         "a method that there is not is answered",
         "RabbitMQ fails to decode it and ends the connection without a word, Warren says 503",
         _unknown_method,
-    ),
-    Accepted(
-        "OPEN: BCC and dead letters",
-        "a dead letter of RabbitMQ goes to the keys of BCC once more; Warren keeps none of them",
-        _blind_copies,
     ),
     Accepted(
         "who goes first under a prefetch of the channel",

@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _PACKAGE_DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "differential"
@@ -79,9 +80,24 @@ def version() -> str:
     return install().parent.name.rpartition("-")[2]
 
 
+@dataclass(frozen=True)
+class Rabbit:
+    """One that runs."""
+
+    port: int  # on 127.0.0.1, where guest may do everything
+    scripts: Path
+    environment: dict[str, str]
+
+    def set_memory_alarm(self, is_set: bool) -> None:
+        alarm = "{resource_limit, memory, node()}"
+        call = f"set_alarm({{{alarm}, []}})" if is_set else f"clear_alarm({alarm})"
+        node = self.environment["RABBITMQ_NODENAME"]
+        _run([str(self.scripts / "rabbitmqctl"), "-n", node, "eval", f"rabbit_alarm:{call}."], self.environment)
+
+
 @contextlib.contextmanager
-def running_rabbit() -> Iterator[int]:
-    """RabbitMQ for the `with` block; its port on 127.0.0.1, where guest may do everything."""
+def running_rabbit() -> Iterator[Rabbit]:
+    """RabbitMQ for the `with` block."""
     scripts = install()
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warren-rabbitmq-")))
@@ -100,7 +116,7 @@ def running_rabbit() -> Iterator[int]:
             )
             stack.callback(_stop, server)
             _wait_for(server, port, directory)
-            yield port
+            yield Rabbit(port, scripts, environment)
 
 
 def _environment(directory: Path, port: int, epmd_port: int, distribution_port: int) -> dict[str, str]:

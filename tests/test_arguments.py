@@ -108,9 +108,9 @@ def test_priorities_go_with_every_backing_queue(kind):
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("x-max-priority", 0, "an integer from 1 to 255"),
-        ("x-max-priority", 256, "an integer from 1 to 255"),
-        ("x-max-priority", 1.5, "an integer from 1 to 255"),
+        ("x-max-priority", -1, "an integer from 0 to 255"),
+        ("x-max-priority", 256, "an integer from 0 to 255"),
+        ("x-max-priority", 1.5, "an integer from 0 to 255"),
         ("x-message-ttl", -1, "an integer from 0 to 315360000000 milliseconds"),
         ("x-message-ttl", 315_360_000_001, "an integer from 0 to 315360000000 milliseconds"),
         ("x-message-ttl", "60000", "an integer from 0 to 315360000000 milliseconds"),

@@ -82,3 +82,36 @@ def test_an_exchange_takes_what_waits_for_it_with_it(channel):
     declare(channel)
     publish(channel, b"other", 500)
     assert [body for body, _, _ in wait_for(channel, 1)] == [b"other"]
+
+
+def test_a_message_waits_before_a_delayed_exchange_that_it_comes_to_by_a_binding(channel):
+    declare(channel)
+    channel.exchange_declare("front", "fanout")
+    channel.queue_declare("at-once")
+    channel.queue_bind("at-once", "front")
+    channel.exchange_bind("later", "front")
+    began = time.time()
+    channel.basic_publish("front", "k", b"m", pika.BasicProperties(delivery_mode=2, headers={"x-delay": 300}))
+    assert channel.basic_get("at-once", auto_ack=True)[2] == b"m"
+    assert channel.queue_declare("q", passive=True).method.message_count == 0
+    [(body, delay, came)] = wait_for(channel, 1)
+    assert (body, delay) == (b"m", -300)
+    assert came - began >= 0.3
+
+
+def test_a_dead_letter_waits_before_a_delayed_exchange_and_goes_to_the_keys_of_cc_and_bcc(channel):
+    declare(channel)
+    channel.queue_declare("carbon", durable=True)
+    channel.queue_bind("carbon", "later", "c")
+    channel.queue_declare("blind", durable=True)
+    channel.queue_bind("blind", "later", "b")
+    channel.queue_declare("dies", arguments={"x-dead-letter-exchange": "later", "x-message-ttl": 0})
+    began = time.time()
+    headers = {"x-delay": 300, "CC": ["c"], "BCC": ["b"]}
+    channel.queue_bind("dies", "amq.direct", "k")
+    channel.basic_publish("amq.direct", "k", b"m", pika.BasicProperties(delivery_mode=2, headers=headers))
+    [(body, delay, came)] = wait_for(channel, 1)
+    assert (body, delay) == (b"m", -300)
+    assert came - began >= 0.3
+    for queue in ("carbon", "blind"):
+        assert channel.basic_get(queue, auto_ack=True)[2] == b"m"

@@ -436,10 +436,13 @@ def test_direct_reply_to_brings_the_answer_to_who_asked(broker, channel):
         assert request.reply_to.startswith("amq.rabbitmq.reply-to.")
         assert server.queue_declare(request.reply_to, passive=True).method.consumer_count == 1
         server.confirm_delivery()
-        server.basic_publish("", request.reply_to, b"4", Properties(correlation_id="one"), mandatory=True)
+        server.basic_publish("", request.reply_to, b"4", Properties(correlation_id="one"))
         pump(channel.connection, lambda: len(answers) == 1)
         [(method, properties, body)] = answers.deliveries
         assert (body, properties.correlation_id, method.routing_key) == (b"4", "one", request.reply_to)
+        with pytest.raises(pika.exceptions.UnroutableError):  # it arrives, and is no route: so says RabbitMQ's manual
+            server.basic_publish("", request.reply_to, b"5", mandatory=True)
+        pump(channel.connection, lambda: len(answers) == 2)
         channel.close()
         with pytest.raises(pika.exceptions.UnroutableError):
             server.basic_publish("", request.reply_to, b"too late", mandatory=True)

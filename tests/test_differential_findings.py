@@ -6,6 +6,7 @@ import pytest
 
 from differential.compare import Side
 from differential.programs import Step
+from differential.wire import Wire
 from warren.testing import running_broker
 
 
@@ -221,3 +222,89 @@ def test_recover_leaves_what_waits_for_a_commit(side):
 
 def test_a_publish_in_a_transaction_is_refused_at_once(side):
     assert closes(do(side, QUEUE, Step("tx.select"), publish(expiration="soon"))) == [(406, 60, 40, False)]
+
+
+def test_a_transaction_is_routed_when_its_messages_come(side):
+    """Bindings that change before the commit do not count; a queue that is gone by then does not get it."""
+    bind = {"queue": "q1", "exchange": "amq.direct", "routing_key": "k"}
+    send = Step("basic.publish", {"exchange": "amq.direct", "routing_key": "k", "mandatory": True}, body=b"m")
+    do(side, QUEUE, Step("queue.declare", {"queue": "q2"}), Step("queue.bind", bind), Step("tx.select"), send)
+    do(side, Step("queue.unbind", bind), Step("queue.bind", {**bind, "queue": "q2"}))
+    seen = do(side, Step("tx.commit"))
+    assert (seen["queue q1"], seen["queue q2"]) == ((1, 0), (0, 0))
+    do(side, send, Step("queue.delete", {"queue": "q2"}))
+    answers = do(side, Step("tx.commit"))["connection 0 channel 1: answers"]
+    assert [answer[0] for answer in answers] == ["basic.return", "tx.commit-ok"]
+
+
+def test_an_unroutable_message_of_a_transaction_comes_back_with_its_commit(side):
+    do(side, QUEUE, Step("tx.select"))
+    send = Step("basic.publish", {"exchange": "amq.direct", "routing_key": "k", "mandatory": True}, body=b"m")
+    assert do(side, send).get("connection 0 channel 1: answers", []) == []
+    do(side, Step("queue.bind", {"queue": "q1", "exchange": "amq.direct", "routing_key": "k"}))
+    seen = do(side, Step("tx.commit"))
+    assert [answer[0] for answer in seen["connection 0 channel 1: answers"]] == ["basic.return", "tx.commit-ok"]
+    assert seen["queue q1"] == (0, 0)
+
+
+# ---- arguments, dead letters ----
+
+
+def test_a_max_priority_of_0_is_a_queue_without_priorities(side):
+    declare = Step("queue.declare", {"queue": "q1", "durable": True, "arguments": {"x-max-priority": 0}})
+    assert closes(do(side, declare, declare)) == []
+    do(side, publish(body=b"m1", priority=0), publish(body=b"m2", priority=9))
+    seen = do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}))
+    assert [body for body, _ in bodies(seen, "c1")] == [b"m1", b"m2"]
+    unset = Step("queue.declare", {"queue": "q1", "durable": True})
+    assert closes(do(side, unset)) == [(406, 50, 10, False)]
+
+
+def test_a_dead_letter_goes_to_the_keys_of_bcc_again_and_shows_them_to_nobody(side):
+    dead_letters = Step("queue.declare", {"queue": "q1", "arguments": {"x-dead-letter-exchange": "amq.direct"}})
+    do(side, dead_letters, Step("queue.declare", {"queue": "q2"}), Step("queue.declare", {"queue": "q3"}))
+    for queue, key in (("q2", "q3"), ("q3", "q1")):
+        do(side, Step("queue.bind", {"queue": queue, "exchange": "amq.direct", "routing_key": key}))
+    do(side, publish(body=b"m", headers={"BCC": ["q3"], "a": 1}))
+    do(side, Step("queue.purge", {"queue": "q3"}), Step("basic.get", {"queue": "q1"}))
+    seen = do(side, Step("basic.reject", {"delivery_tag": "oldest"}))
+    assert (seen["queue q2"], seen["queue q3"]) == ((1, 0), (1, 0))
+    [answer] = do(side, Step("basic.get", {"queue": "q2"}))["connection 0 channel 1: answers"]
+    properties = answer[-1]
+    assert properties["headers"]["x-death"][0]["routing-keys"] == ["q1"]
+    assert "BCC" not in properties["headers"]
+    assert properties["headers"]["a"] == 1
+
+
+def test_a_dead_letter_with_a_key_of_its_own_forgets_the_keys_of_bcc(side):
+    arguments = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "q2"}
+    do(side, Step("queue.declare", {"queue": "q1", "arguments": arguments}), Step("queue.declare", {"queue": "q3"}))
+    again = {"x-dead-letter-exchange": "amq.fanout"}
+    do(side, Step("queue.declare", {"queue": "q2", "arguments": again}), publish(headers={"BCC": ["q3"]}))
+    do(side, Step("queue.purge", {"queue": "q3"}), Step("basic.get", {"queue": "q1"}))
+    seen = do(side, Step("basic.reject", {"delivery_tag": "oldest"}))
+    assert (seen["queue q2"], seen["queue q3"]) == ((1, 0), (0, 0))
+
+
+def test_a_new_secret_is_answered_and_looked_at_by_nobody(side):
+    """RabbitMQ has its users' backend look at one only where secrets expire: those of tokens."""
+    step = Step("connection.update-secret", {"new_secret": "not the password", "reason": "r"}, channel=0)
+    assert do(side, QUEUE, step)["connection 0 channel 0: answers"] == [("connection.update-secret-ok", {})]
+    assert do(side, publish())["queue q1"] == (1, 0)
+
+
+def test_a_reply_does_not_wait_for_the_transaction_that_it_is_in(broker):
+    """As RabbitMQ does it: a reply is sent while its message is routed."""
+    with Wire(broker.port) as wire:
+        wire.open_channel(1)
+        wire.open_channel(2)
+        wire.send(1, "basic.consume", queue="amq.rabbitmq.reply-to", consumer_tag="c", no_ack=True)
+        wire.send(1, "queue.declare", queue="asked", exclusive=True)
+        wire.publish(1, b"ask", {"reply_to": "amq.rabbitmq.reply-to"}, routing_key="asked")
+        wire.send(1, "basic.get", queue="asked", no_ack=True)
+        request = wire.wait(lambda event: event.name == "basic.get-ok", start=0)
+        wire.send(2, "tx.select")
+        wire.publish(2, b"answer", routing_key=request.properties["reply_to"])
+        wire.publish(2, b"copy", {"headers": {"CC": [request.properties["reply_to"]]}}, routing_key="nowhere")
+        assert wire.wait(lambda event: event.name == "basic.deliver", start=0).body == b"answer"
+        assert wire.wait(lambda event: event.body == b"copy", start=0).name == "basic.deliver"

@@ -23,12 +23,15 @@ from warren.amqp.errors import AmqpError, HardError
 from warren.amqp.methods import encode
 from warren.amqp.statistics import ChannelStatistics
 from warren.amqp.transaction import Transaction
+from warren.errors import DiskFullError
 from warren.kernel.entry import Entry
 from warren.kernel.frame_writer import ack_frame, content, deliveries, nack_frame
 from warren.kernel.ranges import RangeSet
 from warren.kernel.unacked import Unacked
+from warren.queueing.arrival import Arrival
 from warren.queueing.consumers import Consumer
-from warren.queueing.properties import MAX_EXPIRATION_MS, build_head, decode_head
+from warren.queueing.delayed import MAX_DELAY_MS, delay_ms
+from warren.queueing.properties import MAX_EXPIRATION_MS, carbon_keys, decode_head, rewritten
 from warren.queueing.queue_process import QueueCrashed, QueueProcess
 from warren.routing.exchange import Exchange
 
@@ -41,7 +44,6 @@ _HEADERS, _REPLY_TO, _EXPIRATION, _USER_ID = 0x2000, 0x0200, 0x0100, 0x0010
 _SPECIAL = _HEADERS | _REPLY_TO | _EXPIRATION | _USER_ID
 _MANDATORY, _IMMEDIATE = 1, 2
 _PLENTY = 1 << 30
-MAX_DELAY_MS = 2**32 - 1  # of the plugin
 _NOTHING = RangeSet()
 
 
@@ -67,6 +69,7 @@ class Channel(Declarations):
         self._to_confirm = 0  # everything up to it is safe, and not told yet
         self._nacks: list[int] = []
         self._nacked: deque[int] = deque()  # told, and above what was confirmed
+        self._arriving: Arrival | None = None  # a full disk stopped it
         self._reply_token: str | None = None
         self._reply_consumer: Consumer | None = None
 
@@ -76,6 +79,8 @@ class Channel(Declarations):
         """A batch that differs in bodies and perhaps in properties, not in where it goes."""
         if bits & _IMMEDIATE:
             raise AmqpError(540, "immediate=true", 60, 40)
+        if self._arriving is not None and not self._goes_on(self._arriving, exchange, entries):
+            return
         self._allow("write", "exchange", exchange)
         known = self.vhost.router.exchanges.get(exchange)
         if known is None:
@@ -85,79 +90,98 @@ class Channel(Declarations):
                 403, f"cannot publish to internal exchange '{exchange}' in vhost '{self.vhost.name}'", 60, 40
             )
         self.connection.check_topic(known, routing_key)
-        confirming = self.confirming and self.transaction is None
-        self.statistics.published(exchange, len(entries), self._next_number + len(entries) - 1 if confirming else None)
         mandatory = bool(bits & _MANDATORY)
-        if self.transaction is not None:
-            if property_flags & _SPECIAL:
-                for entry in entries:
-                    self._check_special(decode_head(entry.head).properties, entry)
-            self.transaction.publish(exchange, routing_key, mandatory, property_flags, entries)
-            return
-        self._route(known, routing_key, mandatory, property_flags, entries)
-
-    def publish_now(
-        self, exchange: str, routing_key: str, mandatory: bool, property_flags: int, entries: list[Entry]
-    ) -> None:
-        """What a transaction held back. Its exchange may be gone by now."""
-        known = self.vhost.router.exchanges.get(exchange)
-        if known is not None:
-            self._route(known, routing_key, mandatory, property_flags, entries)
-
-    def _route(
-        self, exchange: Exchange, routing_key: str, mandatory: bool, property_flags: int, entries: list[Entry]
-    ) -> None:
-        special = property_flags & _SPECIAL or exchange.needs_message or exchange.delayed
+        special = property_flags & _SPECIAL or known.needs_message or known.delayed
         if special or routing_key.startswith(REPLY_TO):
-            self._publish_each(exchange, routing_key, mandatory, entries)
+            self._publish_each(known, routing_key, mandatory, entries)
+            return
+        names = self.vhost.router.route(exchange, routing_key)
+        if len(names) > 1 or self.transaction is not None:
+            self._publish_routed(Arrival(entries, names, mandatory))
         else:
-            self.deliver(self.vhost.router.route(exchange.name, routing_key), mandatory, entries)
+            self._deliver(names, mandatory, entries)
+        self._count_published(exchange, len(entries))
+
+    def _count_published(self, exchange: str, count: int) -> None:
+        confirming = self.confirming and self.transaction is None
+        self.statistics.published(exchange, count, self._next_number - 1 if confirming else None)
+
+    def _goes_on(self, stopped: Arrival, exchange: str, entries: list[Entry]) -> bool:
+        """A full disk stopped the first of these on their way: what is left of that is done now. Is there more to do?"""
+        self.arrive(stopped)
+        self._count_published(exchange, len(stopped.entries))
+        if len(stopped.entries) == len(entries):
+            return False
+        del entries[: len(stopped.entries)]
+        return True
 
     def _publish_each(self, exchange: Exchange, routing_key: str, mandatory: bool, entries: list[Entry]) -> None:
         """One by one. Who repeats this after a full disk repeats only what was not done: the list is emptied."""
         done = 0
         try:
             for entry in entries:
-                self._publish_special(exchange, routing_key, mandatory, entry)
+                self._publish_routed(self._route_special(exchange, routing_key, mandatory, entry))
                 done += 1
         finally:
             del entries[:done]
+            self._count_published(exchange.name, done)
 
-    def _publish_special(self, exchange: Exchange, routing_key: str, mandatory: bool, entry: Entry) -> None:
+    def _publish_routed(self, arrival: Arrival) -> None:
+        if self.transaction is not None:
+            self.transaction.publish(arrival)
+        else:
+            self.arrive(arrival)
+
+    def arrive(self, arrival: Arrival) -> None:
+        """What was routed goes to its queues: at once, or with its transaction, when some of them may be gone."""
+        self._arriving = None
+        if arrival.delay_ms or any(name in self.vhost.queues for name in arrival.names):
+            try:
+                self.vhost.arrivals.arrive(arrival)
+            except DiskFullError:
+                self._arriving = arrival if self.transaction is None else None  # a transaction keeps its own
+                raise
+        elif arrival.mandatory:
+            for entry in arrival.entries:
+                self._return(entry)
+        self._delivered(arrival.entries, arrival.rejected, arrival.journaled)
+
+    def _route_special(self, exchange: Exchange, routing_key: str, mandatory: bool, entry: Entry) -> Arrival:
         """One message with properties that say where it goes, or how long it stays."""
         head = decode_head(entry.head)
         properties = head.properties
-        headers, carbon = self._check_special(properties, entry)
-        for key in carbon:
+        headers, carbon, blind = self._check_special(properties, entry)
+        keys = [routing_key, *carbon, *blind]
+        for key in keys[1:]:
             self.connection.check_topic(exchange, key)
-        keys = [routing_key, *carbon]
-        changed = False
-        if "BCC" in headers:
-            del headers["BCC"]
-            properties["headers"] = headers
-            changed = True
-        if properties.get("reply_to") == REPLY_TO:
-            properties["reply_to"] = f"{REPLY_TO}.{self._reply_token}"
-            changed = True
-        if changed:
-            entry.head = build_head(head.exchange, head.routing_key, properties)
+        reply_to = f"{REPLY_TO}.{self._reply_token}" if properties.get("reply_to") == REPLY_TO else None
+        if "BCC" in headers or reply_to is not None:
+            headers.pop("BCC", None)
+            entry.head = rewritten(entry.head, without_headers=("BCC",), blind=blind, reply_to=reply_to)
             entry.size = 4 + len(entry.head) + len(entry.body)
-        if not exchange.name and routing_key.startswith(REPLY_TO + "."):
-            self._reply(routing_key.removeprefix(REPLY_TO + "."), mandatory, entry)
-            return
-        delay = self._delay(exchange, headers)
-        names = self.vhost.router.route_many(exchange.name, keys, lambda: headers, lambda: properties)
-        if delay:
-            self._settle_publish([], self.vhost.delay(exchange.name, delay, entry), 1)
-            return
+        if not exchange.name:
+            for key in keys:
+                if key.startswith(REPLY_TO + "."):
+                    self._reply(key.removeprefix(REPLY_TO + "."), entry)
+        router = self.vhost.router
+        delay = delay_ms(headers)
+        if not delay:
+            names = router.route_many(exchange.name, keys, lambda: headers, lambda: properties)
+            arrival = Arrival([entry], names, mandatory)
+        else:
+            names, waits = router.route_waiting(exchange.name, keys, lambda: headers, lambda: properties)
+            if waits and delay > MAX_DELAY_MS:
+                given = headers["x-delay"]
+                raise AmqpError(406, f"invalid x-delay {given}: it is at most {MAX_DELAY_MS} milliseconds", 60, 40)
+            arrival = Arrival([entry], names, mandatory)
+            arrival.waits, arrival.delay_ms = list(waits), delay if waits else 0
         producer, number = headers.get("x-producer-name"), headers.get("x-publishing-id")
         if names and isinstance(producer, str) and isinstance(number, int) and number >= 0:
-            self._delivered([entry], *self.vhost.deliver_once(names, entry, producer, number))
-        else:
-            self.deliver(names, mandatory, [entry])
+            arrival.producer, arrival.publishing_id = producer, number
+        return arrival
 
-    def _check_special(self, properties: dict[str, Any], entry: Entry) -> tuple[dict[str, Any], list[str]]:
-        """Refuse what may not be published, give it its expiry. Returns its headers and the keys of CC and BCC."""
+    def _check_special(self, properties: dict[str, Any], entry: Entry) -> tuple[dict[str, Any], list[str], list[str]]:
+        """Refuse what may not be published, give it its expiry. Returns its headers, the keys of CC and those of BCC."""
         user = properties.get("user_id")
         if user is not None and user != self.connection.user:
             raise AmqpError(
@@ -170,19 +194,10 @@ class Channel(Declarations):
             entry.expiry = entry.published_at + self._expiration(properties["expiration"]) * 1000
         found = properties.get("headers")
         headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
-        carbon = [*_carbon(headers, "CC"), *_carbon(headers, "BCC")]
+        carbon, blind = _carbon(headers, "CC"), _carbon(headers, "BCC")
         if properties.get("reply_to") == REPLY_TO and self._reply_token is None:
             raise AmqpError(406, "fast reply consumer does not exist", 60, 40)
-        return headers, carbon
-
-    @staticmethod
-    def _delay(exchange: Exchange, headers: dict[str, Any]) -> int:
-        delay = headers.get("x-delay") if exchange.delayed else None
-        if not isinstance(delay, (int, float)) or isinstance(delay, bool) or delay <= 0:
-            return 0
-        if delay > MAX_DELAY_MS:
-            raise AmqpError(406, f"invalid x-delay {delay}: it is at most {MAX_DELAY_MS} milliseconds", 60, 40)
-        return int(delay)
+        return headers, carbon, blind
 
     @staticmethod
     def _expiration(value: object) -> int:
@@ -192,25 +207,22 @@ class Channel(Declarations):
             raise AmqpError(406, f"invalid expiration '{value}': it is a number of milliseconds, as text", 60, 40)
         return int(digits)
 
-    def _reply(self, token: str, mandatory: bool, entry: Entry) -> None:
-        """To the channel that asked, past all queues."""
+    def _reply(self, token: str, entry: Entry) -> None:
+        """To the channel that asked, past all queues; in a transaction too, and never a route: as RabbitMQ does it."""
         target = self.vhost.reply_channels.get(token)
         consumer = target._reply_consumer if target is not None else None
-        if target is None or consumer is None:
-            self.deliver((), mandatory, [entry])
-            return
-        target.send(consumer, [entry])
-        self._settle_publish([], False, 1)
+        if target is not None and consumer is not None:
+            target.send(consumer, [entry])
 
-    def deliver(self, names: tuple[str, ...], mandatory: bool, entries: list[Entry]) -> None:
-        count = len(entries)
-        if not names:
-            if mandatory:
-                for entry in entries:
-                    self._return(entry)
-            self._settle_publish([], False, count)
+    def _deliver(self, names: tuple[str, ...], mandatory: bool, entries: list[Entry]) -> None:
+        """To one queue or none: most publishes."""
+        if names:
+            self._delivered(entries, *self.vhost.arrivals.deliver(names[0], entries))
             return
-        self._delivered(entries, *self.vhost.deliver(names, entries))
+        if mandatory:
+            for entry in entries:
+                self._return(entry)
+        self._settle_publish([], False, len(entries))
 
     def _delivered(self, entries: list[Entry], rejected: list[Entry], journaled: bool) -> None:
         if rejected and self.confirming:
@@ -623,4 +635,4 @@ def _carbon(headers: dict[str, Any], name: str) -> list[str]:
     value = headers[name]
     if not isinstance(value, list):
         raise AmqpError(406, f"unexpected type of header {name}: it is an array of strings", 60, 40)
-    return [key for key in value if isinstance(key, str)]
+    return carbon_keys(value)

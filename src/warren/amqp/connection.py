@@ -277,6 +277,8 @@ class Connection(asyncio.Protocol):
         elif self.state != OPEN:
             return
         elif name == "connection.update-secret":
+            # As RabbitMQ does for users of its own: a secret is looked at again only where it can expire, as a token does.
+            log.info("connection %s: user %r updated its secret, reason: %s", self.peer, self.user, arguments["reason"])
             self.send_method(0, encode("connection.update-secret-ok"))
         elif name not in ("connection.blocked", "connection.unblocked"):
             raise AmqpError(504, f"unexpected method '{name}' in connection state running", class_id, method_id)

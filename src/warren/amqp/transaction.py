@@ -1,15 +1,17 @@
 """tx: what a channel holds back until its commit.
 
-As RabbitMQ has it: publishes and acks wait; a commit does them in order and is answered when they are safe; a rollback
-forgets them, and deliveries that were acked in it are the channel's again, not redelivered.
+As RabbitMQ has it: publishes, routed when they came, and acks wait; a commit does them in order and is answered when they
+are safe; a rollback forgets them, and deliveries that were acked in it are the channel's again, not redelivered. A queue
+that was deleted before the commit gets nothing, one that has its name by then does.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from warren.amqp.errors import AmqpError
-from warren.kernel.entry import Entry
+from warren.queueing.arrival import Arrival
 
 if TYPE_CHECKING:
     from warren.amqp.channel import Channel
@@ -20,17 +22,15 @@ Settlement = tuple[int, bool, str]  # delivery tag, multiple, how
 class Transaction:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._publishes: list[tuple[str, str, bool, int, list[Entry]]] = []
+        self._publishes: deque[Arrival] = deque()
         self._settlements: list[Settlement] = []
         self.settled: set[int] = set()  # tags: they are not to be settled twice, and wait for the commit
         self.committing = False
         self.journaled = False  # something waits for a commit of the journal
         self.rejected = False  # a queue was full
 
-    def publish(
-        self, exchange: str, routing_key: str, mandatory: bool, property_flags: int, entries: list[Entry]
-    ) -> None:
-        self._publishes.append((exchange, routing_key, mandatory, property_flags, entries))
+    def publish(self, arrival: Arrival) -> None:
+        self._publishes.append(arrival)
 
     def settle(self, tag: int, multiple: bool, how: str, ids: tuple[int, int] = (0, 0)) -> None:
         """`ids` are those of the method, where it did not come by its handler."""
@@ -47,8 +47,8 @@ class Transaction:
         """On a full disk it is repeated: what was done is not done again."""
         self.journaled = False
         while self._publishes:
-            self._channel.publish_now(*self._publishes[0])
-            del self._publishes[0]
+            self._channel.arrive(self._publishes[0])
+            self._publishes.popleft()
         settlements, self._settlements = self._settlements, []
         self.settled = set()
         for tag, multiple, how in settlements:

@@ -2,7 +2,8 @@
 """AMQP 0-9-1, outbound: entries and methods become frames.
 
 Sizes are added up first, and one bytes object of that size is then filled. Exchange, routing key and properties are
-copied from the stored head as they are; nothing is decoded to be sent.
+copied from the stored head as they are; nothing is decoded to be sent. Only the keys of BCC, behind the properties of a
+few heads, are left out.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -15,6 +16,9 @@ from warren.kernel.wire cimport (
     BASIC_ACK, BASIC_DELIVER, BASIC_NACK, BASIC_PUBLISH, CLASS_BASIC, CONTENT_BYTES, FRAME_BODY, FRAME_BYTES, FRAME_END,
     FRAME_HEADER, FRAME_METHOD, put8, put16, put32, put64, put_bytes,
 )
+
+cdef enum:
+    BLIND = 0x02            # of the lower byte of the flags: keys of BCC are behind the properties
 
 HEARTBEAT_FRAME = b"\x08\x00\x00\x00\x00\x00\x00\xce"
 
@@ -38,12 +42,14 @@ cdef inline uint8_t *put_start(uint8_t *p, uint32_t kind, uint32_t channel, uint
 
 
 cdef uint8_t *put_content(uint8_t *p, uint32_t channel, const char *properties, Py_ssize_t property_bytes,
-                          const char *body, Py_ssize_t n, Py_ssize_t limit) noexcept:
-    """The header frame and the body frames."""
+                          bint blind, const char *body, Py_ssize_t n, Py_ssize_t limit) noexcept:
+    """The header frame and the body frames. `blind`: the flag that is ours alone is cleared."""
     cdef Py_ssize_t part
     p = put_start(p, FRAME_HEADER, channel, CONTENT_BYTES + property_bytes)
     p = put64(put16(put16(p, CLASS_BASIC), 0), n)
     p = put8(put_bytes(p, properties, property_bytes), FRAME_END)
+    if blind:
+        p[-property_bytes] &= ~<uint8_t>BLIND
     while n > 0:
         part = min(n, limit)
         p = put_start(p, FRAME_BODY, channel, part)
@@ -70,6 +76,19 @@ cdef Py_ssize_t route_end(object head) except -1:
     raise ValueError(f"{(<bytes>head)[:40].hex(' ')} is no message head")
 
 
+cdef Py_ssize_t properties_end(object head, Py_ssize_t route) except -1:
+    """Where the properties end that begin at `route`: with the head, but for the keys of BCC."""
+    cdef const uint8_t *p = <const uint8_t *>PyBytes_AS_STRING(head)
+    cdef Py_ssize_t n = PyBytes_GET_SIZE(head), hidden
+    if not p[route + 1] & BLIND:
+        return n
+    if n >= route + 2 + 4:
+        hidden = 4 + (<Py_ssize_t>p[n - 4] << 24 | p[n - 3] << 16 | p[n - 2] << 8 | p[n - 1])
+        if n - hidden >= route + 2:
+            return n - hidden
+    raise ValueError(f"{(<bytes>head)[:40].hex(' ')} is no message head: it is shorter than its keys of BCC")
+
+
 def deliveries(uint16_t channel, bytes consumer_tag not None, uint64_t first_tag, list entries not None,
                uint64_t redelivered_below, RangeSet returned not None, uint32_t frame_max):
     """basic.deliver and its content for each entry, under the tags from `first_tag` on.
@@ -90,9 +109,8 @@ def deliveries(uint16_t channel, bytes consumer_tag not None, uint64_t first_tag
     for item in entries:
         entry = <Entry?>item
         if <PyObject *>entry.head != head:      # neighbours often share it
-            route_end(entry.head)
+            head_bytes = properties_end(entry.head, route_end(entry.head))
             head = <PyObject *>entry.head
-            head_bytes = PyBytes_GET_SIZE(entry.head)
         if type(entry.body) is not bytes:
             raise TypeError(f"{entry!r} has no body in RAM to be sent")
         total += each + head_bytes + body_bytes(PyBytes_GET_SIZE(entry.body), limit)
@@ -104,14 +122,14 @@ def deliveries(uint16_t channel, bytes consumer_tag not None, uint64_t first_tag
         if <PyObject *>entry.head != head:
             route = route_end(entry.head)
             head = <PyObject *>entry.head
-            head_bytes = PyBytes_GET_SIZE(entry.head)
+            head_bytes = properties_end(entry.head, route)
         redelivered = entry.seq < redelivered_below or (any_returned and returned.contains(entry.seq))
         p = put_start(p, FRAME_METHOD, channel, 4 + 1 + tag_bytes + 8 + 1 + route)
         p = put8(put16(put16(p, CLASS_BASIC), BASIC_DELIVER), tag_bytes)
         p = put64(put_bytes(p, PyBytes_AS_STRING(consumer_tag), tag_bytes), first_tag)
         p = put8(put_bytes(put8(p, redelivered), PyBytes_AS_STRING(entry.head), route), FRAME_END)
         p = put_content(p, channel, PyBytes_AS_STRING(entry.head) + route, head_bytes - route,
-                        PyBytes_AS_STRING(entry.body), PyBytes_GET_SIZE(entry.body), limit)
+                        head_bytes < PyBytes_GET_SIZE(entry.head), PyBytes_AS_STRING(entry.body), PyBytes_GET_SIZE(entry.body), limit)
         first_tag += 1
     return out
 
@@ -119,13 +137,14 @@ def deliveries(uint16_t channel, bytes consumer_tag not None, uint64_t first_tag
 def content(uint16_t channel, bytes method not None, bytes head not None, bytes body not None, uint32_t frame_max):
     """A method that has content (get-ok, return), as a payload from its class id on, and the content."""
     cdef Py_ssize_t limit = body_limit(frame_max), route = route_end(head), method_bytes = PyBytes_GET_SIZE(method)
-    cdef Py_ssize_t properties = PyBytes_GET_SIZE(head) - route, n = PyBytes_GET_SIZE(body)
+    cdef Py_ssize_t properties = properties_end(head, route) - route, n = PyBytes_GET_SIZE(body)
     cdef bytes out = PyBytes_FromStringAndSize(
         NULL, 2 * FRAME_BYTES + method_bytes + CONTENT_BYTES + properties + body_bytes(n, limit)
     )
     cdef uint8_t *p = put_start(<uint8_t *>PyBytes_AS_STRING(out), FRAME_METHOD, channel, method_bytes)
     p = put8(put_bytes(p, PyBytes_AS_STRING(method), method_bytes), FRAME_END)
-    put_content(p, channel, PyBytes_AS_STRING(head) + route, properties, PyBytes_AS_STRING(body), n, limit)
+    put_content(p, channel, PyBytes_AS_STRING(head) + route, properties, route + properties < PyBytes_GET_SIZE(head),
+                PyBytes_AS_STRING(body), n, limit)
     return out
 
 
@@ -180,6 +199,6 @@ def publishes(uint16_t channel, bytes exchange not None, bytes routing_key not N
         p = put8(put16(put16(put16(p, CLASS_BASIC), BASIC_PUBLISH), 0), exchange_bytes)
         p = put8(put_bytes(p, PyBytes_AS_STRING(exchange), exchange_bytes), key_bytes)
         p = put8(put8(put_bytes(p, PyBytes_AS_STRING(routing_key), key_bytes), bits), FRAME_END)
-        p = put_content(p, channel, PyBytes_AS_STRING(properties), property_bytes,
+        p = put_content(p, channel, PyBytes_AS_STRING(properties), property_bytes, False,
                         PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body), limit)
     return out

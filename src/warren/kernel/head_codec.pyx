@@ -1,7 +1,8 @@
 # cython: language_level=3
 """The heads of many messages become columns: where they were published to, and their AMQP properties.
 
-    head = u8 length, exchange, u8 length, routing key, u16 flags (big-endian), the value of each property whose flag is set
+    head = u8 length, exchange, u8 length, routing key, u16 flags (big-endian), the value of each property whose flag is set,
+           and with the flag 0x0002 keys of BCC and u32 their size in bytes, which nobody is shown
 
 `HeadColumns` walks over each head once and notes where its fields are. A column is made from these places when it is asked
 for, as the buffers that Arrow wants: a bit a value that says whether it is there, offsets, bytes. A head that cannot be read
@@ -59,8 +60,15 @@ cdef bint _split(const unsigned char *p, uint32_t start, uint32_t stop, Place *p
                 return False
             flags = <uint16_t>(p[at] << 8 | p[at + 1])
             at += 2
-            if flags & 3:
+            if flags & 1:
                 return False
+            if flags & 2:
+                if stop - at < 4:
+                    return False
+                size = _u32(p + stop - 4)
+                if stop - at - 4 < size:
+                    return False
+                stop -= 4 + size
         if field >= 2 and not flags & (0x8000 >> (field - 2)):
             places[field].size = -1
             continue

@@ -22,7 +22,10 @@ def configure(log_format: str, level: str) -> None:
         before.append(structlog.processors.format_exc_info)
         renderer = structlog.processors.JSONRenderer()
     else:
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # Without rich: its tracebacks show the values of all variables, and those of a login are secrets.
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=before,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],

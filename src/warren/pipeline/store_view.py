@@ -70,7 +70,7 @@ class QueueView:
     @property
     def divided(self) -> bool:
         """Has each priority level a directory of its own?"""
-        return "x-max-priority" in self.arguments
+        return bool(self.arguments.get("x-max-priority"))
 
     def sids(self) -> list[int]:
         return [stream_id(self.uid, level) for level in range(self.levels)]
@@ -259,7 +259,7 @@ class VhostView:
             durable=durable,
             arguments=arguments,
             directory=os.path.join("queues", f"{hashed(name)}-{uid}"),
-            levels=max(1, min(most, 255)) + 1 if isinstance(most, int) else 1,
+            levels=min(most, 255) + 1 if isinstance(most, int) else 1,
             backing=str(arguments.get("x-backing-queue", "variable")),
         )
 

@@ -50,7 +50,7 @@ class QueueArguments:
     warren.errors.QueueArgumentError: unknown queue argument x-max-lenght=1000; did you mean x-max-length?
     """
 
-    max_priority: int | None = None  # x-max-priority, 1 to 255
+    max_priority: int | None = None  # x-max-priority, to 255; 0 asks for none
     message_ttl_ms: int | None = None  # x-message-ttl; 0 expires what no consumer takes at once
     expires_ms: int | None = None  # x-expires: the queue goes after that long without use
     max_length: int | None = None  # x-max-length, in ready messages
@@ -167,7 +167,7 @@ def _queue_type(name: str, value: object) -> None:
 _COUNT = _integer(0, _MAX_COUNT)
 
 _CHECKS: dict[str, _Check] = {
-    "x-max-priority": _integer(1, MAX_PRIORITY_LEVEL),
+    "x-max-priority": _integer(0, MAX_PRIORITY_LEVEL),
     "x-message-ttl": _integer(0, MAX_DURATION_MS, " milliseconds"),
     "x-expires": _integer(1, MAX_DURATION_MS, " milliseconds"),
     "x-max-length": _COUNT,

@@ -13,7 +13,7 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
-from warren.queueing.properties import Head, build_head, decode_head, readdressed
+from warren.queueing.properties import Head, carbon_keys, decode_head, rewritten
 
 _MOST_DEATHS = 2**63 - 1
 REJECTED, EXPIRED, MAXLEN, DELIVERY_LIMIT = "rejected", "expired", "maxlen", "delivery_limit"
@@ -40,31 +40,38 @@ class Death:
         now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
     ) -> None:
         dead = decode_head(head)
-        properties = dict(dead.properties)
-        found = properties.get("headers")
-        headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
-        carbon = _texts(headers.get("CC"))
-        self.keys = [routing_key] if routing_key is not None else [dead.routing_key, *carbon]
+        headers = dead.headers
+        carbon = carbon_keys(headers.get("CC"))
+        self.keys = [routing_key] if routing_key is not None else dead.keys
         self._deaths = self._died(dead, headers, carbon, queue, reason, now)
-        headers["x-death"] = self._deaths
+        changed: dict[str, Any] = {"x-death": self._deaths}
         if "x-first-death-reason" not in headers:
-            headers["x-first-death-reason"] = reason
-            headers["x-first-death-queue"] = queue
-            headers["x-first-death-exchange"] = dead.exchange
-        headers["x-last-death-reason"] = reason
-        headers["x-last-death-queue"] = queue
-        headers["x-last-death-exchange"] = dead.exchange
+            changed["x-first-death-reason"] = reason
+            changed["x-first-death-queue"] = queue
+            changed["x-first-death-exchange"] = dead.exchange
+        changed["x-last-death-reason"] = reason
+        changed["x-last-death-queue"] = queue
+        changed["x-last-death-exchange"] = dead.exchange
+        without: tuple[str, ...] = ()
         if routing_key is not None:
             headers.pop("CC", None)
-        properties.pop("expiration", None)
-        properties["headers"] = headers
+            without = ("CC",)
         self._reason = reason
-        self.headers = headers
+        self.headers = {**headers, **changed}
+        blind = None if routing_key is None else ()
         try:
-            self.head = build_head(exchange, self.keys[0], properties)
+            self.head = rewritten(
+                head,
+                exchange=exchange,
+                routing_key=self.keys[0],
+                headers=changed,
+                without_headers=without,
+                without_expiration=True,
+                blind=blind,
+            )
         except (TypeError, ValueError):
-            # A client may send what we can read and not write. Such a message goes on without its history.
-            self.head = readdressed(head, exchange, self.keys[0])
+            # A client may send deaths that we can read and not write. Such a message goes on without its history.
+            self.head = rewritten(head, exchange=exchange, routing_key=self.keys[0], blind=blind)
 
     @staticmethod
     def _died(
@@ -104,7 +111,3 @@ class Death:
             if death.get("queue") == target:
                 return False
         return True
-
-
-def _texts(value: object) -> list[str]:
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

@@ -1,15 +1,18 @@
 """The head of a message: where it was published to, and its AMQP properties, as they are stored.
 
-    head        = exchange routing-key properties
+    head        = exchange routing-key properties [blind]
     exchange    = length (1 byte), UTF-8
     routing-key = length (1 byte), UTF-8
     properties  = flags (2 bytes), then the value of each property whose flag is set, in the order of _PROPERTIES:
                   what follows the body size in the content header frame of AMQP 0-9-1, byte for byte
+    blind       = keys (each: length (1 byte), UTF-8), then their size in bytes (4 bytes); there when the flag 0x0002, that
+                  AMQP has no property for, is set. The keys of BCC: dead letters go there too, and no client sees them
 
 Rules:
 
 1. A head from the network is stored as it came and handed out as it was stored. So reading takes whatever a client may
-   have sent, and re-encoding is not needed to deliver.
+   have sent, and re-encoding is not needed to deliver. Where the broker changes a head (a dead letter), what it does not
+   change stays byte for byte: the types of a client's numbers, times that no calendar has, what we could not write.
 2. Most messages have no property but delivery mode and priority: their head is looked up, not built.
 3. A reader that wants one property skips the others and decodes none of them.
 4. Nothing is lost in silence: a value that AMQP cannot carry is refused, and what was accepted comes back equal. Only
@@ -39,6 +42,9 @@ _HEADS_CACHED = 4096
 _PERSISTENT = 2
 _TRANSIENT = 1
 
+_BLIND = 0x0002  # among the flags: AMQP has no such property, and a client that sets it is refused
+_EMPTY_TABLE = bytes(4)
+
 _U16 = struct.Struct(">H")
 _U32 = struct.Struct(">I")
 _U64 = struct.Struct(">Q")
@@ -59,6 +65,24 @@ class Head:
     exchange: str
     routing_key: str
     properties: dict[str, object]  # by AMQP's names with underscores; only those that were set
+    blind: tuple[str, ...] = ()  # the keys of BCC
+
+    @property
+    def headers(self) -> dict[str, object]:
+        """A copy of them."""
+        found = self.properties.get("headers")
+        return dict(found) if isinstance(found, dict) else {}
+
+    @property
+    def keys(self) -> list[str]:
+        """Everything that it is routed by: its routing key, CC, BCC."""
+        carbon = self.headers.get("CC")
+        return [self.routing_key, *carbon_keys(carbon), *self.blind]
+
+
+def carbon_keys(value: object) -> list[str]:
+    """The keys in a header CC or BCC. What is no text in there is passed over, as RabbitMQ does."""
+    return [key for key in value if isinstance(key, str)] if isinstance(value, list) else []
 
 
 # ---- writing ----
@@ -125,15 +149,86 @@ def build_head(exchange: str, routing_key: str, properties: Mapping[str, object]
     return b"".join(parts)
 
 
-def readdressed(head: bytes, exchange: str, routing_key: str) -> bytes:
-    """The same properties, byte for byte, published to another place.
+def rewritten(
+    head: bytes,
+    *,
+    exchange: str | None = None,
+    routing_key: str | None = None,
+    headers: Mapping[str, object] | None = None,
+    without_headers: Sequence[str] = (),
+    without_expiration: bool = False,
+    reply_to: str | None = None,
+    blind: Sequence[str] | None = None,
+) -> bytes:
+    """The same head but for what is given. What is not given stays byte for byte (rule 1).
 
-    >>> decode_head(readdressed(encode_head("", "orders", persistent=True, priority=3), "x", "k"))
-    Head(exchange='x', routing_key='k', properties={'delivery_mode': 2, 'priority': 3})
+    >>> head = encode_head("", "orders", persistent=True, headers={"a": 1})
+    >>> decode_head(rewritten(head, routing_key="k", headers={"b": 2}))
+    Head(exchange='', routing_key='k', properties={'headers': {'a': 1, 'b': 2}, 'delivery_mode': 2}, blind=())
+
+    Raises TypeError or ValueError for headers that AMQP cannot carry.
     """
-    at = 1 + head[0]
-    at += 1 + head[at]
-    return _encode_short("exchange", exchange) + _encode_short("routing key", routing_key) + head[at:]
+    key_at = 1 + head[0]
+    at = key_at + 1 + head[key_at]
+    flags = _flags(head, at)
+    end = _properties_end(head, at, flags)
+    values: dict[int, bytes] = {}
+    offset = at + 2
+    for prop in _PROPERTIES:
+        if flags & prop.flag:
+            size = prop.size_of(head, offset)
+            values[prop.flag] = head[offset : offset + size]
+            offset += size
+    if headers or without_headers:
+        table = values.get(_HEADERS, _EMPTY_TABLE)
+        values[_HEADERS] = _table_with(table, headers or {}, without_headers)
+    if without_expiration:
+        values.pop(_EXPIRATION, None)
+    if reply_to is not None:
+        values[_FLAGS["reply_to"]] = _encode_short("reply_to", reply_to)
+    hidden = head[end : -_U32.size] if blind is None and flags & _BLIND else _encode_keys(blind or ())
+    flags = sum(values) | (_BLIND if hidden else 0)
+    return b"".join(
+        (
+            head[:key_at] if exchange is None else _encode_short("exchange", exchange),
+            head[key_at:at] if routing_key is None else _encode_short("routing key", routing_key),
+            _U16.pack(flags),
+            *(values[flag] for flag in sorted(values, reverse=True)),
+            hidden + _U32.pack(len(hidden)) if hidden else b"",
+        )
+    )
+
+
+def _encode_keys(keys: Sequence[str]) -> bytes:
+    return b"".join([_encode_short("a key of BCC", key) for key in keys])
+
+
+def _table_with(table: bytes, changed: Mapping[str, object], without: Sequence[str]) -> bytes:
+    """A table of a client with some fields replaced and some left out; the others are copied."""
+    gone = {*changed, *without}
+    parts = []
+    offset = 4
+    while offset < len(table):
+        name, value = _read_short(table, offset)
+        end = _value_end(table, value)
+        if name not in gone:
+            parts.append(table[offset:end])
+        offset = end
+    parts.append(_encode_table(dict(changed.items()), 1)[4:])
+    encoded = b"".join(parts)
+    return _U32.pack(len(encoded)) + encoded
+
+
+def _value_end(table: bytes, offset: int) -> int:
+    """Where the value ends whose type stands at `offset`."""
+    kind = table[offset]
+    offset += 1
+    if kind in b"SxFA":
+        return _span(table, offset)[1]
+    number = _NUMBERS.get(kind)
+    if number is not None:
+        return offset + number.size
+    return offset + {ord("T"): _U64.size, ord("D"): _DECIMAL.size}.get(kind, 0)
 
 
 def _unknown_property(name: str) -> TypeError:
@@ -297,21 +392,22 @@ def decode_head(head: bytes) -> Head:
     """All of a head. Times are datetimes in UTC, `expiration` is text as AMQP has it, `delivery_mode` is 1 or 2.
 
     >>> decode_head(encode_head("amq.topic", "orders.new", persistent=False, expiration_ms=5000))
-    Head(exchange='amq.topic', routing_key='orders.new', properties={'delivery_mode': 1, 'expiration': '5000'})
+    Head(exchange='amq.topic', routing_key='orders.new', properties={'delivery_mode': 1, 'expiration': '5000'}, blind=())
 
     Raises ValueError for bytes that are no head.
     """
     exchange, offset = _read_short(head, 0)
     routing_key, offset = _read_short(head, offset)
     flags = _flags(head, offset)
+    end = _properties_end(head, offset, flags)
     offset += 2
     properties: dict[str, object] = {}
     for name, flag, read in _READERS:
         if flags & flag:
             properties[name], offset = read(head, offset)
-    if offset != len(head):
-        raise ValueError(f"{len(head) - offset} bytes are left over after the last property of {_shown(head)}")
-    return Head(exchange, routing_key, properties)
+    if offset != end:
+        raise ValueError(f"{end - offset} bytes are left over after the last property of {_shown(head)}")
+    return Head(exchange, routing_key, properties, _read_keys(head, end) if flags & _BLIND else ())
 
 
 def properties_of(head: bytes) -> dict[str, object]:
@@ -382,7 +478,7 @@ def _flags(head: bytes, offset: int) -> int:
     if offset + 2 > len(head):
         raise _cut_short(head)
     flags = head[offset] << 8 | head[offset + 1]
-    if flags & 0b11:
+    if flags & 1:
         raise ValueError(
             f"the property flags {flags:#06x} name properties that AMQP 0-9-1 does not have, in {_shown(head)}"
         )
@@ -397,6 +493,25 @@ def _read_short(head: bytes, offset: int) -> tuple[str, int]:
     if end > len(head):
         raise _cut_short(head)
     return head[start:end].decode("utf-8", "surrogateescape"), end
+
+
+def _properties_end(head: bytes, at: int, flags: int) -> int:
+    """Where the properties end whose flags stand at `at`: with the head, but for the keys of BCC."""
+    if not flags & _BLIND:
+        return len(head)
+    end = len(head) - _U32.size
+    end -= int(_U32.unpack_from(head, end)[0])
+    if end < at + 2:
+        raise _cut_short(head)
+    return end
+
+
+def _read_keys(head: bytes, offset: int) -> tuple[str, ...]:
+    keys = []
+    while offset < len(head) - _U32.size:
+        key, offset = _read_short(head, offset)
+        keys.append(key)
+    return tuple(keys)
 
 
 def _read_octet(head: bytes, offset: int) -> tuple[int, int]:

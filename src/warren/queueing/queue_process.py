@@ -207,6 +207,20 @@ class QueueProcess:
 
     @_guarded
     def admit(self, entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+        """Those that there is room for, and those that the overflow rejects; these are refused."""
+        taken, rejected = self.sift(entries)
+        if rejected:
+            self.refuse(rejected)
+        return taken, rejected
+
+    @_guarded
+    def refuse(self, entries: list[Entry]) -> None:
+        """There was no room for them."""
+        if self.arguments.overflow == "reject-publish-dlx":
+            self._owner.dead_letter(self, entries, MAXLEN, pending=False)
+
+    @_guarded
+    def sift(self, entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Those that there is room for, and those that the overflow rejects."""
         if not self._rejects:
             return entries, []
@@ -224,28 +238,30 @@ class QueueProcess:
                 taken.append(entry)
                 count += 1
                 size += entry.body_size
-        if rejected and self.arguments.overflow == "reject-publish-dlx":
-            self._owner.dead_letter(self, rejected, MAXLEN, pending=False)
         return taken, rejected
 
     @_guarded
     def deliver(self, entries: list[Entry]) -> Delivered:
-        """Messages arrive; they are this queue's own objects from now on."""
-        if self._rejects and len(entries) > 1 and self.consumers.waiting():
+        """Messages arrive; they are this queue's own objects from now on. Raises DiskFullError before anything is done."""
+        count = len(entries)
+        if not self._seqs.available(count):
+            self._store.reserve(self.stored, count)
+        elif self._seqs.asking:
+            self._owner.wake()  # a reservation for later: have it synced before somebody has to wait for it
+        self._store.committer.check_publish()
+        if self._rejects and count > 1 and self.consumers.waiting():
             # Each makes room for the next when a consumer takes it.
-            each = [self.deliver([entry]) for entry in entries]
+            each = [self._deliver([entry]) for entry in entries]
             return Delivered([entry for done in each for entry in done.rejected], any(done.journaled for done in each))
+        return self._deliver(entries)
+
+    def _deliver(self, entries: list[Entry]) -> Delivered:
         entries, rejected = self.admit(entries)
         if not entries:
             return Delivered(rejected, False)
         count = len(entries)
         self.published += count
-        if not self._seqs.available(count):
-            self._store.reserve(self.stored, count)
-        elif self._seqs.asking:
-            self._owner.wake()  # a reservation for later: have it synced before somebody has to wait for it
         with self._lock:
-            self._store.committer.check_publish()
             place_entries(entries, self._seqs.take(count), self.highest, self._mask, self.ttl_us)
             journaled = False
             while entries and self.consumers.waiting() and self._backing.is_empty():

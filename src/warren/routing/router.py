@@ -294,6 +294,21 @@ class Router:
         self._published_to(exchange, from_broker)
         return _Walk(self, Routed(keys, headers, properties)).queues_from(exchange)
 
+    def route_waiting(
+        self,
+        exchange: str,
+        keys: Sequence[str],
+        headers: Callable[[], Table] | None = None,
+        properties: Callable[[], Table] | None = None,
+        *,
+        from_broker: bool = False,
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """As `route_many`, for a message with a delay: the queues that get it now, and the delayed exchanges before which it
+        waits. From those on it is routed when its time has come."""
+        self._published_to(exchange, from_broker)
+        walk = _Walk(self, Routed(keys, headers, properties), waiting=True)
+        return walk.queues_from(exchange), tuple(walk.delayed)
+
     def _published_to(self, name: str, from_broker: bool) -> Exchange:
         exchange = self.exchange(name)
         if exchange.internal and not from_broker:
@@ -356,9 +371,11 @@ class Router:
 class _Walk:
     """One walk through the exchanges, and what its answer depended on."""
 
-    __slots__ = ("_message", "_router", "needs_key", "repeatable")
+    __slots__ = ("_message", "_router", "_waiting", "delayed", "needs_key", "repeatable")
 
-    def __init__(self, router: Router, message: Routed) -> None:
+    def __init__(self, router: Router, message: Routed, *, waiting: bool = False) -> None:
+        self._waiting = waiting  # the message has a delay: the walk ends at delayed exchanges
+        self.delayed: list[str] = []
         self._router = router
         self._message = message
         self.needs_key = False
@@ -369,7 +386,11 @@ class _Walk:
         visited = {exchange}
         to_visit = [exchange]
         while to_visit:
-            for kind, destination in self._destinations(to_visit.pop()):
+            name = to_visit.pop()
+            if self._waiting and name in self._router.exchanges and self._router.exchanges[name].delayed:
+                self.delayed.append(name)
+                continue
+            for kind, destination in self._destinations(name):
                 if kind == "queue":
                     queues.add(destination)
                 elif destination not in visited:

@@ -41,7 +41,7 @@ def backing_kind(record: QueueRecord) -> str:
 
 
 def has_levels(record: QueueRecord) -> bool:
-    return "x-max-priority" in record.arguments
+    return bool(record.arguments.get("x-max-priority"))  # 0 is RabbitMQ's way to ask for none
 
 
 def level_count(record: QueueRecord) -> int:
@@ -49,7 +49,7 @@ def level_count(record: QueueRecord) -> int:
         return 1
     most = record.arguments["x-max-priority"]
     assert isinstance(most, int)
-    return max(1, min(most, 255)) + 1
+    return min(most, 255) + 1
 
 
 def journal_target(queue: StoredQueue, entry: Entry) -> tuple[int, int, Overlay]:

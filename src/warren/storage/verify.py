@@ -234,7 +234,7 @@ class _Planner(Checker):
             levels = record.arguments.get("x-max-priority")
             directory = os.path.join(self._root, "queues", f"{hashed(record.name)}-{record.uid}")
             for level in range(levels + 1 if isinstance(levels, int) else 1):
-                self._add_stream(directory, record.uid, level, record.name, divided=levels is not None)
+                self._add_stream(directory, record.uid, level, record.name, divided=bool(levels))
         parent = os.path.join(self._root, "queues")
         for name in self._disk.listdir(parent):
             match = _QUEUE_DIRECTORY.fullmatch(name)

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from warren.kernel.entry import PERSISTENT, Entry
 from warren.kernel.journal_codec import STAGE
-from warren.queueing.delayed import DelayedQueue
-from warren.queueing.properties import build_head, decode_head
+from warren.queueing.delayed import MAX_DELAY_MS, DelayedQueue, delay_ms
+from warren.queueing.properties import carbon_keys, decode_head, rewritten
 from warren.queueing.queue_process import QueueProcess
 from warren.storage.stage_file import (
     STAGES,
@@ -64,7 +64,6 @@ class _Address(NamedTuple):
     persistent: bool
     priority: int
     expiration_us: int  # below 0: never
-    delay_us: int
 
 
 class _Target(NamedTuple):
@@ -77,6 +76,14 @@ class _Target(NamedTuple):
     rejects: bool
 
 
+class _Way(NamedTuple):
+    """Where rows with one head go."""
+
+    head: bytes  # as consumers get it
+    targets: list[_Target]
+    waits: list[tuple[DelayedQueue, int, int]]  # before delayed exchanges: with which flags, until when
+
+
 class _Group:
     """Rows on their way into queues, as one. Rows with equal heads go the same way, so that is looked for once."""
 
@@ -84,7 +91,7 @@ class _Group:
         self._vhost = vhost
         self._addresses = addresses
         self._now = time.time_ns() // 1000
-        self._ways: dict[bytes, tuple[bytes, list[_Target]]] = {}
+        self._ways: dict[bytes, _Way] = {}
         self.arriving: dict[QueueProcess, list[Entry]] = {}
         self.delayed: dict[DelayedQueue, list[Entry]] = {}
         self._under_way: dict[QueueProcess, tuple[int, int]] = {}  # messages and bytes
@@ -94,24 +101,20 @@ class _Group:
         way = self._ways.get(head)
         if way is None:
             address = self._address(head)
-            exchange = self._vhost.router.exchanges.get(address.exchange)
-            if exchange is not None and exchange.delayed and address.delay_us:
-                due = self._now + address.delay_us
-                entry = Entry(0, address.head, body, PERSISTENT if address.persistent else 0, self._now, due)
-                self.delayed.setdefault(self._vhost.delayed[exchange.name], []).append(entry)
-                return True
             # An exchange that was deleted since the decision: as any publish to nowhere.
-            way = self._ways[head] = (address.head, self._targets(address) if exchange is not None else [])
-        shown, targets = way
+            known = address.exchange in self._vhost.router.exchanges
+            way = self._ways[head] = self._way(address) if known else _Way(address.head, [], [])
         copies = []
-        for target in targets:
-            copy = Entry(0, shown, body, target.flags, self._now, target.expiry)
+        for target in way.targets:
+            copy = Entry(0, way.head, body, target.flags, self._now, target.expiry)
             copy.level = target.level
             if target.rejects and not self._has_room(target.queue, copy):
                 return False
             copies.append((target.queue, copy))
         for queue, copy in copies:
             self.arriving.setdefault(queue, []).append(copy)
+        for delayed, flags, due in way.waits:
+            self.delayed.setdefault(delayed, []).append(Entry(0, way.head, body, flags, self._now, due))
         return True
 
     def _has_room(self, queue: QueueProcess, copy: Entry) -> bool:
@@ -130,8 +133,16 @@ class _Group:
             address = self._addresses[head] = _address(head)
         return address
 
-    def _targets(self, address: _Address) -> list[_Target]:
-        names = self._vhost.router.route_many(address.exchange, address.keys, lambda: address.headers, from_broker=True)
+    def _way(self, address: _Address) -> _Way:
+        names, waiting = self._vhost.ways(address.exchange, address.keys, address.headers)
+        waits = []
+        for name in waiting:
+            durable = address.persistent and self._vhost.router.exchanges[name].durable
+            due = self._now + min(delay_ms(address.headers), MAX_DELAY_MS) * 1000
+            waits.append((self._vhost.delayed[name], PERSISTENT if durable else 0, due))
+        return _Way(address.head, self._targets(address, names), waits)
+
+    def _targets(self, address: _Address, names: tuple[str, ...]) -> list[_Target]:
         targets = []
         for name in names:
             queue = self._vhost.queues.get(name)
@@ -428,27 +439,18 @@ def _is_decided(last: str, batch: str) -> bool:
 
 def _address(head: bytes) -> _Address:
     said = decode_head(head)
-    found = said.properties.get("headers")
-    headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
-    carbon = [
-        key
-        for name in ("CC", "BCC")
-        if isinstance(headers.get(name), list)
-        for key in headers[name]
-        if isinstance(key, str)
-    ]
-    if headers.pop("BCC", None) is not None:
-        head = build_head(said.exchange, said.routing_key, {**said.properties, "headers": headers})
+    headers = said.headers
+    blind = carbon_keys(headers.pop("BCC", None))
+    if "BCC" in said.headers:
+        head = rewritten(head, without_headers=("BCC",), blind=blind)
     expiration = said.properties.get("expiration")
-    delay = headers.get("x-delay")
     priority = said.properties.get("priority")
     return _Address(
         head=head,
         exchange=said.exchange,
-        keys=[said.routing_key, *carbon],
+        keys=[*said.keys, *blind],
         headers=headers,
         persistent=said.properties.get("delivery_mode") == 2,
         priority=priority if isinstance(priority, int) else 0,
         expiration_us=int(expiration) * 1000 if isinstance(expiration, str) and expiration.isdigit() else -1,
-        delay_us=int(delay * 1000) if isinstance(delay, (int, float)) and delay > 0 else 0,
     )

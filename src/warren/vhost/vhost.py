@@ -20,13 +20,13 @@ from typing import Any
 
 from warren.amqp.errors import AmqpError
 from warren.errors import QueueArgumentError, WarrenError
-from warren.kernel.entry import PERSISTENT, Entry, copy_entries, seqs_of
+from warren.kernel.entry import PERSISTENT, Entry, seqs_of
 from warren.kernel.journal_codec import CHECKOUT
 from warren.queueing.arguments import QueueArguments, known_arguments
 from warren.queueing.dead_letter import Death
+from warren.queueing.delayed import MAX_DELAY_MS, DelayedQueue, delay_ms
 from warren.queueing.delayed import PREFIX as DELAYED_PREFIX
-from warren.queueing.delayed import DelayedQueue
-from warren.queueing.properties import build_head, decode_head, priority_of
+from warren.queueing.properties import decode_head, priority_of, rewritten
 from warren.queueing.queue_process import Cancellable, QueueCrashed, QueueProcess
 from warren.routing.binding import Binding
 from warren.routing.exchange import Exchange
@@ -34,6 +34,7 @@ from warren.routing.policies import Policy, effective, queue_arguments
 from warren.routing.router import Removed, Router
 from warren.storage.settings import EngineSettings
 from warren.storage.vhost_store import StoredQueue, VhostStore
+from warren.vhost.arrivals import Arrivals
 from warren.vhost.commits import Commits
 from warren.vhost.data_requests import DataRequests
 
@@ -79,6 +80,7 @@ class Vhost:
         self.store = VhostStore(data_directory, name, durability=durability, settings=settings)
         self.commits = Commits(self.store, self._loop, self._on_failed, self._on_full)
         self.router = Router(name)
+        self.arrivals = Arrivals(self)
         self.queues: dict[str, QueueProcess] = {}
         self.connections: set[Any] = set()
         self.departing: set[Any] = set()  # told to go, and not gone yet
@@ -424,83 +426,6 @@ class Vhost:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def deliver(self, names: tuple[str, ...], entries: list[Entry]) -> tuple[list[Entry], bool]:
-        """To all these queues. The entries that one of them rejected, and whether a confirm waits for a commit."""
-        if len(names) == 1:
-            queue = self.queues.get(names[0])
-            if queue is None:
-                return [], False
-            try:
-                done = queue.deliver(entries)
-            except QueueCrashed:
-                return entries, False
-            return done.rejected, done.journaled
-        targets = [queue for name in names if (queue := self.queues.get(name)) is not None]
-        if entries[0].flags & PERSISTENT and sum(queue.durable for queue in targets) > 1:
-            return self._fan_out(targets, entries)
-        rejected: list[Entry] = []
-        journaled = False
-        for queue in targets:
-            copies = copy_entries(entries)
-            try:
-                done = queue.deliver(copies)
-            except QueueCrashed:
-                rejected += entries
-                continue
-            journaled = journaled or done.journaled
-            if done.rejected:
-                gone = set(map(id, done.rejected))
-                rejected += [entry for entry, copy in zip(entries, copies, strict=True) if id(copy) in gone]
-        return rejected, journaled
-
-    def deliver_once(
-        self, names: tuple[str, ...], entry: Entry, producer: str, publishing_id: int
-    ) -> tuple[list[Entry], bool]:
-        """As `deliver`, for a message that its producer numbered: a queue that has had the number, or a higher one, does
-        not take it again. A duplicate is confirmed with the next commit, so never before its original is safe."""
-        targets = []
-        for name in names:
-            queue = self.queues.get(name)
-            if queue is not None:
-                last = self.store.last_publishing_id(queue.stored, producer)
-                if last is None or publishing_id > last:
-                    targets.append(queue)
-                else:
-                    queue.duplicates += 1
-        if not targets:
-            self.wake()
-            return [], True
-        return self._fan_out(targets, [entry], producer, publishing_id)
-
-    def _fan_out(
-        self, targets: list[QueueProcess], entries: list[Entry], producer: str | None = None, publishing_id: int = 0
-    ) -> tuple[list[Entry], bool]:
-        """One record and one body for all queues."""
-        rejected: list[Entry] = []
-        for entry in entries:
-            room = [queue for queue in targets if queue.admit([entry])[0]]
-            if len(room) < len(targets):
-                rejected.append(entry)
-            if room:
-                made = self.store.fan_out(
-                    [queue.stored for queue in room],
-                    entry.head,
-                    entry.body,
-                    persistent=bool(entry.flags & PERSISTENT),
-                    published_at=entry.published_at,
-                    expiry=entry.expiry,
-                    level=entry.level,
-                    times_to_live=[queue.ttl_us for queue in room],
-                    producer=producer,
-                    publishing_id=publishing_id,
-                    wake=False,
-                )
-                for queue, copy in zip(room, made, strict=True):
-                    with contextlib.suppress(QueueCrashed):  # the message is its own by now
-                        queue.accept([copy])
-        self.wake()
-        return rejected, True
-
     def dead_letter(self, queue: QueueProcess, entries: list[Entry], reason: str, *, pending: bool) -> bool:
         arguments = queue.arguments
         exchange = arguments.dead_letter_exchange
@@ -509,14 +434,28 @@ class Vhost:
         move = _Move()
         for entry in entries:
             death = Death(entry.head, queue.name, reason, exchange, arguments.dead_letter_routing_key)
-            headers = death.headers
-            for name in self.router.route_many(exchange, death.keys, partial(dict, headers), from_broker=True):
+            names, waits = self.ways(exchange, death.keys, death.headers)
+            for name in names:
                 if death.allows(name):
                     self._add_copy(move, name, death.head, entry)
+            for name in waits:
+                self._add_delayed_copy(move, name, death.head, entry, delay_ms(death.headers))
         if pending:
             move.acks.append((queue.stored, seqs_of(entries)))
         self._do(move)
         return True
+
+    def ways(self, exchange: str, keys: list[str], headers: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of what the broker publishes: queues, and the delayed exchanges before which it waits."""
+        if delay_ms(headers):
+            return self.router.route_waiting(exchange, keys, partial(dict, headers), from_broker=True)
+        return self.router.route_many(exchange, keys, partial(dict, headers), from_broker=True), ()
+
+    def _add_delayed_copy(self, move: _Move, exchange: str, head: bytes, entry: Entry, delay: int) -> None:
+        now = time.time_ns() // 1000
+        flags = entry.flags & PERSISTENT if self.router.exchanges[exchange].durable else 0
+        copy = Entry(0, head, entry.body, flags, now, now + min(delay, MAX_DELAY_MS) * 1000)
+        move.delayed.setdefault(self.delayed[exchange], []).append(copy)
 
     def _add_copy(self, move: _Move, name: str, head: bytes, entry: Entry) -> None:
         """A message that leaves one queue comes to another as a new one."""
@@ -588,33 +527,18 @@ class Vhost:
                 self.store, exchange.name, exchange.durable, fire=self._fire, later=self.later
             )
 
-    def delay(self, exchange: str, milliseconds: int, entry: Entry) -> bool:
-        """Hold a message back before it is routed; whether a confirm has to wait for a commit."""
-        journaled = self.delayed[exchange].add(entry, time.time_ns() // 1000 + milliseconds * 1000)
-        if journaled:
-            self.wake()
-        return journaled
-
     def _fire(self, exchange: str, source: StoredQueue, entries: list[Entry]) -> None:
         """Their time has come: route them now."""
         move = _Move()
         for entry in entries:
             head = decode_head(entry.head)
-            properties = dict(head.properties)
-            found = properties.get("headers")
-            headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
+            headers = head.headers
+            fired = entry.head
             delay = headers.get("x-delay")
-            if isinstance(delay, int):
+            if isinstance(delay, (int, float)) and not isinstance(delay, bool):
                 headers["x-delay"] = -delay  # as the plugin does: it was waited for
-            properties["headers"] = headers
-            carbon = headers.get("CC")
-            copies = carbon if isinstance(carbon, list) else ()
-            keys = [head.routing_key, *(key for key in copies if isinstance(key, str))]
-            try:
-                fired = build_head(head.exchange, head.routing_key, properties)
-            except (TypeError, ValueError):  # what a client may send and we cannot write again stays as it came
-                fired = entry.head
-            for name in self.router.route_many(exchange, keys, partial(dict, headers), from_broker=True):
+                fired = rewritten(entry.head, headers={"x-delay": -delay})
+            for name in self.router.route_many(exchange, head.keys, partial(dict, headers), from_broker=True):
                 self._add_copy(move, name, fired, entry)
         move.acks.append((source, seqs_of(entries)))
         self._do(move)

@@ -1,0 +1,33 @@
+"""What goes wrong is logged with its way through the code, and without the values on that way: some of them are secrets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import logging
+from warren.node.logs import configure
+
+def check(password):
+    raise RuntimeError("no such user")
+
+configure({format!r}, "info")
+try:
+    check("hunter2" * 2)
+except RuntimeError:
+    logging.getLogger("warren.node").exception("a login failed")
+"""
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_traceback_in_the_log_shows_no_values(log_format):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(format=log_format)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "a login failed" in done.stderr
+    assert "in check" in done.stderr
+    assert "RuntimeError: no such user" in done.stderr
+    assert "hunter2hunter2" not in done.stderr
