@@ -249,11 +249,33 @@ def test_with_a_user_go_its_permissions_also_for_the_next_of_that_name(users):
 def test_with_a_vhost_go_the_permissions_in_it_also_for_the_next_of_that_name(tmp_path):
     with Users(tmp_path) as users:
         users.delete_vhost("/")
+        assert users.deleted_vhosts() == ["/"]
+        with pytest.raises(AlreadyKnownError, match="vhost '/' is being deleted"):
+            users.add_vhost("/")
+    with Users(tmp_path) as users:
+        assert (users.vhosts(), users.deleted_vhosts()) == ([], ["/"])
+        users.vhost_is_gone("/")
         users.add_vhost("/")
         assert users.grant("guest", "/") is None
         assert not users.has_vhost("prod")
     with Users(tmp_path) as users:
         assert users.list_permissions() == []
+
+
+def test_the_stamp_changes_with_the_password_and_with_the_user_of_that_name(users):
+    users.add_user("ann", "secret")
+    seen = [users.stamp("ann")]
+    users.set_tags("ann", ["monitoring"])
+    users.set_permissions("ann", "/", "", "", "")
+    assert users.stamp("ann") == seen[0] == users.stamps()["ann"]
+    users.set_password("ann", "secret")
+    seen.append(users.stamp("ann"))
+    users.delete_user("ann")
+    assert users.stamp("ann") is None
+    assert "ann" not in users.stamps()
+    users.add_user("ann", "secret")
+    seen.append(users.stamp("ann"))
+    assert len(set(seen)) == 3
 
 
 def test_lists_can_be_narrowed_to_a_user_or_a_vhost(users):

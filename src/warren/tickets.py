@@ -2,7 +2,8 @@
 
 A ticket says what it is good for and until when; who holds the key of the node can check it without asking anybody. It is
 bound to one snapshot, one range of checkouts or one batch of stages, so that a ticket which leaks (into a log of Spark,
-say) opens that and nothing else, and not for long.
+say) opens that and nothing else, and not for long. It carries the stamp of the password that it stems from (`Users.stamp`)
+and ends with it: when the user gets another password, or is deleted.
 
     ticket := base64url(JSON) "." base64url(HMAC-SHA256 of the first part)
 """
@@ -18,6 +19,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from warren.errors import WarrenError
@@ -42,11 +44,13 @@ class Tickets:
     warren.tickets.TicketError: the ticket is for 'snapshot', not for 'stage'
     """
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, stamp_of: Callable[[str], str | None] | None = None) -> None:
+        """With `stamp_of`, which knows the stamps of users, a ticket is good only as long as its stamp is its user's."""
         self._key = key
+        self._stamp_of = stamp_of
 
     @classmethod
-    def of_directory(cls, data_directory: str) -> Tickets:
+    def of_directory(cls, data_directory: str, stamp_of: Callable[[str], str | None] | None = None) -> Tickets:
         """With the key of a data directory, which is made where there is none."""
         path = os.path.join(data_directory, KEY_NAME)
         try:
@@ -55,15 +59,15 @@ class Tickets:
             with open(path, "rb") as file:
                 key = file.read()
             if len(key) == _KEY_BYTES:
-                return cls(key)
+                return cls(key, stamp_of)
             os.unlink(path)  # cut short by a crash: older tickets are void
-            return cls.of_directory(data_directory)
+            return cls.of_directory(data_directory, stamp_of)
         key = secrets.token_bytes(_KEY_BYTES)
         with os.fdopen(descriptor, "wb") as file:
             file.write(key)
             file.flush()
             os.fsync(file.fileno())
-        return cls(key)
+        return cls(key, stamp_of)
 
     @property
     def key(self) -> bytes:
@@ -88,6 +92,10 @@ class Tickets:
             raise TicketError(f"the ticket is for {said['kind']!r}, not for {kind!r}")
         if said["until"] < time.time():
             raise TicketError("the ticket has expired; start the query anew")
+        if self._stamp_of is not None and (said.get("stamp") is None or said["stamp"] != self._stamp_of(said["user"])):
+            raise TicketError(
+                f"the ticket has ended: user {said['user']!r} has another password, or is deleted; start the query anew"
+            )
         return said
 
     def _sign(self, body: str) -> bytes:

@@ -13,7 +13,9 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -65,6 +67,15 @@ class Everything:
 
     def check_topic(self, exchange: str, permission: Literal["write", "read"], routing_key: str) -> bool:
         return True
+
+
+def turn_away(sock: socket.socket, why: str) -> None:
+    """Tell a client whose vhost went away while it came, as far as its socket takes it, and close."""
+    close = encode("connection.close", reply_code=320, reply_text=AmqpError(320, why).reply_text)
+    with contextlib.suppress(OSError):
+        sock.setblocking(False)
+        sock.send(method_frame(0, close))
+    sock.close()
 
 
 class Connection(asyncio.Protocol):
@@ -130,6 +141,8 @@ class Connection(asyncio.Protocol):
         self._flush()
         if self.heartbeat:
             self._timer = self._loop.call_later(self.heartbeat / 2, self._beat)
+        if self.vhost.goodbye:  # it came while the others were sent away
+            self.fail(AmqpError(320, self.vhost.goodbye))
 
     def data_received(self, data: bytes) -> None:
         self.received_bytes += len(data)

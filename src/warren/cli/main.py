@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import warren
-from warren.cli import bench, config, leases, serve, snapshots, spark, store
+from warren.cli import bench, config, leases, permissions, policies, serve, snapshots, spark, store, users, vhosts
 
 app = typer.Typer(
     name="warren",
@@ -23,6 +23,10 @@ app.add_typer(config.app, name="config", help="What a node would run with, and w
 app.add_typer(leases.app, name="leases", help="What streams of Spark hold of a running broker's queues.")
 app.add_typer(snapshots.app, name="snapshots", help="What readers hold of a running broker's store.")
 app.add_typer(spark.app, name="spark", help="Jobs on Spark: verify, recover, compact, archive, replay, report, sql.")
+app.add_typer(vhosts.app, name="vhosts", help="The vhosts of a running node: add, delete, stop, start, restart.")
+app.add_typer(users.app, name="users", help="Who may log in to a running node.")
+app.add_typer(permissions.app, name="permissions", help="What users may do in the vhosts of a running node.")
+app.add_typer(policies.app, name="policies", help="Policies and operator policies of a running node.")
 app.command("serve")(serve.serve)
 app.command("bench")(bench.bench)
 

@@ -15,30 +15,30 @@ import shutil
 import socket
 import time
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import warren
-from warren.amqp.connection import Connection
-from warren.amqp.errors import AmqpError
-from warren.errors import WarrenError
 from warren.node.admission import Admission, Entry
 from warren.node.config import Config
-from warren.node.handshake import Gone, Handshake, Opened
+from warren.node.control import ControlServer
+from warren.node.handshake import Gone, Handshake
+from warren.node.inline_vhosts import InlineVhosts
+from warren.node.operations import Operations
+from warren.node.process_vhosts import ProcessVhosts
+from warren.node.running_vhosts import RunningVhosts, VhostDownError
 from warren.node.status import resident_bytes, total_memory_bytes, vhost_status
 from warren.node.status_page import Status
 from warren.node.tls import Secured, TlsRelays
 from warren.node.users import Users
-from warren.vhost.grants import pack
+from warren.node.vhost_directories import finish_deletions
 from warren.vhost.permissions import Permissions, loopback_allowed
 from warren.vhost.refused import Refused
-from warren.vhost.supervisor import RUNNING, Supervisor, VhostProcess
-from warren.vhost.vhost import Vhost, close_connections
+from warren.vhost.supervisor import RUNNING, STOPPED
+from warren.vhost.vhost import Vhost
 
 log = logging.getLogger("warren.node")
 
 _BACKLOG = 1024
-_DATA_SECONDS = 120.0
 _NOTHING = {"pid": 0, "connections": 0, "channels": 0, "alarms": [], "queues": []}
 
 
@@ -46,11 +46,11 @@ class Broker:
     def __init__(self, config: Config, zygote: tuple[socket.socket, int] | None = None) -> None:
         """With the socket and pid of a zygote vhosts run in processes; without one they run inline."""
         self.config = config
-        self.vhosts: dict[str, Vhost] = {}  # those that run inline
         self.given_up = asyncio.Event()  # a vhost stays down, and `vhost_restart_strategy` is stop_node
         self._zygote = zygote
-        self._supervisor: Supervisor | None = None
-        self._processes: dict[str, VhostProcess] = {}  # vhost -> its process
+        self._running: RunningVhosts | None = None
+        self._control: ControlServer | None = None
+        self.operations = Operations(self)
         self.amqp_port = 0
         self.tls_port = 0  # 0: there is none
         self._relays: TlsRelays | None = None
@@ -63,10 +63,8 @@ class Broker:
 
     @property
     def ready(self) -> bool:
-        """Does it take clients, in every vhost?"""
-        if self._zygote is not None:
-            return self._started and all(process.state == RUNNING for process in self._processes.values())
-        return self._started and all(name in self.vhosts for name in self.users.vhosts())
+        """Does it take clients, in every vhost but those that an operator has stopped?"""
+        return self._started and not self.vhosts_down()
 
     @property
     def started(self) -> bool:
@@ -76,6 +74,21 @@ class Broker:
     def users(self) -> Users:
         assert self._users is not None, "the broker is not started"
         return self._users
+
+    @property
+    def running(self) -> RunningVhosts:
+        assert self._running is not None, "the broker is not started"
+        return self._running
+
+    @property
+    def vhosts(self) -> dict[str, Vhost]:
+        """Those that run inline."""
+        return self._running.vhosts if isinstance(self._running, InlineVhosts) else {}
+
+    def vhosts_down(self) -> dict[str, str]:
+        """Those that should run and do not, and what they are instead."""
+        states = {name: self.running.state(name) for name in self.users.vhosts()}
+        return {name: state for name, state in states.items() if state not in (RUNNING, STOPPED)}
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -90,11 +103,11 @@ class Broker:
             default_vhost=config.default_vhost,
         )
         try:
-            if self._zygote is not None:
-                await self._start_processes(self._zygote[0])
-            else:
-                for name in self.users.vhosts():
-                    self._start_vhost(name)
+            await asyncio.to_thread(finish_deletions, self._users, str(config.data_dir))
+            self._running = self._vhosts_of(self._users)
+            self._control = ControlServer(str(config.data_dir), self.operations)
+            self._control.start()
+            await self._running.start(self._users.vhosts())
             await self._listen()
             self._spawn(self._watch_resources())
         except BaseException:
@@ -102,64 +115,14 @@ class Broker:
             raise
         self._started = True
 
-    async def _start_processes(self, zygote: socket.socket) -> None:
-        config = self.config
-        self._supervisor = Supervisor(
-            zygote,
-            {
-                "data_dir": str(config.data_dir),
-                "durability": config.durability,
-                "max_message_size": config.max_message_size,
-                "consumer_timeout": config.consumer_timeout,
-                "queue_type_aliases": dict(config.queue_type_aliases),
-            },
-            max_restarts=config.vhost_max_restarts,
-            restart_period=config.vhost_restart_period,
-            gave_up=self._gave_up,
-            zygote_died=self.given_up.set,
-        )
-        names = self.users.vhosts()
-        groups: dict[str, list[str]] = {name: [name] for name in names}
-        if config.vhost_processes:
-            groups = {f"vhosts {number}": names[number :: config.vhost_processes] for number in range(len(names))}
-            groups = {name: members for name, members in groups.items() if members}
-            groups = dict(list(groups.items())[: config.vhost_processes])
-        for name, members in groups.items():
-            process = self._supervisor.add(name, members)
-            self._processes.update(dict.fromkeys(members, process))
-        await asyncio.gather(*(process.ready() for process in self._supervisor.processes.values()))
+    def _vhosts_of(self, users: Users) -> RunningVhosts:
+        if self._zygote is None:
+            return InlineVhosts(self.config, users)
+        return ProcessVhosts(self.config, users, self._zygote, gave_up=self._gave_up, zygote_died=self.given_up.set)
 
-    def _gave_up(self, process: VhostProcess) -> None:
+    def _gave_up(self) -> None:
         if self.config.vhost_restart_strategy == "stop_node":
             self.given_up.set()
-
-    def _start_vhost(self, name: str) -> None:
-        config = self.config
-        self.vhosts[name] = Vhost(
-            str(config.data_dir),
-            name,
-            durability=config.durability,
-            max_message_size=config.max_message_size,
-            consumer_timeout=config.consumer_timeout,
-            queue_type_aliases=config.queue_type_aliases,
-            failed=partial(self._vhost_failed, name),
-        )
-
-    def _vhost_failed(self, name: str, error: WarrenError) -> None:
-        """Everything of it ends here; it comes back through recovery."""
-        vhost = self.vhosts.pop(name, None)
-        if vhost is None:
-            return
-        for connection in list(vhost.connections):
-            connection.fail(AmqpError(541, f"vhost '{name}' failed: {error}"))
-        self._spawn(self._restart_vhost(name, vhost))
-
-    async def _restart_vhost(self, name: str, vhost: Vhost) -> None:
-        await vhost.stop()
-        try:
-            self._start_vhost(name)
-        except WarrenError:
-            log.exception("vhost %r cannot be restarted; the others go on", name)
 
     async def _listen(self) -> None:
         tls = self.config.tls
@@ -181,20 +144,18 @@ class Broker:
     async def stop(self) -> None:
         """Stop accepting, say goodbye, finish commits, write recovery terms."""
         self._started = False
+        if self._control is not None:
+            await self._control.stop()
+            self._control = None
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        await close_connections(self.vhosts.values())
-        for vhost in list(self.vhosts.values()):
-            await vhost.stop()
-        self.vhosts.clear()
-        if self._supervisor is not None and self._zygote is not None:
-            await self._supervisor.stop()
-            self._supervisor.close(self._zygote[1])
-            self._supervisor = None
+        if self._running is not None:
+            await self._running.stop()
+            self._running = None
         if self._relays is not None:  # after the vhosts: their goodbyes go through them
             await self._relays.stop()
             self._relays = None
@@ -249,7 +210,7 @@ class Broker:
                 ).run()
             self._admission.leave(entry)
             opened.tls = asdict(secured) if secured is not None else None
-            await self._hand_over(sock, opened)
+            await self.running.hand_over(sock, opened)
         except (Gone, TimeoutError, OSError) as error:
             log.info("client %s: %s", peer, error or "no handshake in time")
             sock.close()
@@ -267,32 +228,14 @@ class Broker:
     def _known_user(self, name: str | None) -> str | None:
         return name if name is not None and self.users.user(name) is not None else None
 
-    async def _hand_over(self, sock: socket.socket, opened: Opened) -> None:
-        process = self._processes.get(opened.vhost)
-        if process is not None:
-            process.hand_over(sock, **asdict(opened), grant=pack(self.users.grant(opened.user, opened.vhost)))
-            return
-        vhost = self.vhosts[opened.vhost]
-        permissions = Permissions(self.users, opened.user, opened.vhost)
-        await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: Connection(
-                vhost,
-                user=opened.user,
-                permissions=permissions,
-                frame_max=opened.frame_max,
-                channel_max=opened.channel_max,
-                heartbeat=opened.heartbeat,
-                client_properties=opened.client_properties,
-                peer=opened.peer,
-                tls=opened.tls,
-            ),
-            sock,
-        )
-
     # -- the gate of handshakes ----------------------------------------------------------------------------------------
 
     def authenticate(self, user: str, password: str) -> bool:
         return self.users.authenticate(user, password) is not None
+
+    def stamp_of(self, user: str) -> str | None:
+        """See `Users.stamp`."""
+        return self.users.stamp(user)
 
     def may_connect_from(self, user: str, address: str) -> bool:
         return loopback_allowed(user, address, self.config.loopback_users)
@@ -302,16 +245,8 @@ class Broker:
             return f"vhost '{vhost}' not found"
         if not Permissions(self.users, user, vhost).vhost_allowed:
             return f"access to vhost '{vhost}' refused for user '{user}'"
-        process = self._processes.get(vhost)
-        if process is not None:
-            return None if process.state == RUNNING else f"vhost '{vhost}' is down ({process.state})"
-        return None if vhost in self.vhosts else f"vhost '{vhost}' is down"
-
-    async def permissions_changed(self, user: str, vhost: str) -> None:
-        """Call after a change in `users`: returns when the vhost's process knows."""
-        process = self._processes.get(vhost)
-        if process is not None and process.state == RUNNING:
-            await process.ask("grants", user=user, vhost=vhost, grant=pack(self.users.grant(user, vhost)))
+        state = self.running.state(vhost)
+        return None if state == RUNNING else f"vhost '{vhost}' is down ({state})"
 
     # -- the data pipeline -----------------------------------------------------------------------------------------------
 
@@ -319,24 +254,12 @@ class Broker:
         """Ask a vhost; see `vhost/data_requests.py`. Raises Refused."""
         why = self.refusal(user, vhost)
         if why is not None:
-            raise Refused(*((503, "unavailable") if "down" in why else (403, "forbidden")), why)
-        process = self._processes.get(vhost)
-        if process is None:
-            permissions = Permissions(self.users, user, vhost)
-            answer = await self.vhosts[vhost].data_requests.answer(name, permissions, arguments)
-        else:
-            try:
-                answer = await process.ask(
-                    "data",
-                    timeout=_DATA_SECONDS,
-                    name=name,
-                    user=user,
-                    vhost=vhost,
-                    grant=pack(self.users.grant(user, vhost)),
-                    arguments=arguments,
-                )
-            except (ConnectionError, TimeoutError):
-                raise Refused(503, "unavailable", f"vhost {vhost!r} does not answer; try again") from None
+            is_down = self.users.grant(user, vhost) is not None and self.users.has_vhost(vhost)
+            raise Refused(*((503, "unavailable") if is_down else (403, "forbidden")), why)
+        try:
+            answer = await self.running.data(vhost, user, name, arguments)
+        except VhostDownError as error:
+            raise Refused(503, "unavailable", str(error)) from None
         if "result" not in answer:
             raise Refused(answer["status"], answer["error"], answer["reason"])
         result: dict[str, Any] = answer["result"]
@@ -350,14 +273,14 @@ class Broker:
         limit = config.memory_high_watermark * total_memory_bytes()
         set_now: set[str] = set()
         while True:
-            pids = {os.getpid(), *(process.pid for process in self._processes.values()), *self._relay_pids}
+            pids = {os.getpid(), *self.running.pids(), *self._relay_pids}
             found = set()
             if sum(map(resident_bytes, pids)) > limit:
                 found.add("memory")
             if shutil.disk_usage(config.data_dir).free < config.disk_free_limit:
                 found.add("disk")
             for resource in found ^ set_now:
-                self._alarm(resource, resource in found)
+                self.running.alarm(resource, resource in found)
             set_now = found
             await asyncio.sleep(1)
 
@@ -365,22 +288,18 @@ class Broker:
     def _relay_pids(self) -> list[int]:
         return self._relays.pids if self._relays is not None else []
 
-    def _alarm(self, resource: str, is_set: bool) -> None:
-        for vhost in self.vhosts.values():
-            vhost.set_alarm(resource, is_set)
-        for process in set(self._processes.values()):
-            process.tell("alarm", resource=resource, is_set=is_set)
-
     # -- looking -----------------------------------------------------------------------------------------------------
 
     async def status(self) -> Status:
         """For the status page."""
-        infos = [vhost.info() for vhost in self.vhosts.values()]
-        for process in self._supervisor.processes.values() if self._supervisor is not None else ():
-            try:
-                infos += await process.ask("status")
-            except (ConnectionError, TimeoutError):
-                infos += [{**_NOTHING, "name": name, "state": process.state} for name in process.vhosts]
+        infos: list[dict[str, Any]] = []
+        if self._running is not None:  # else it is starting
+            running = self._running
+            infos = await running.infos()
+            seen = {info["name"] for info in infos}
+            rest = [name for name in self.users.vhosts() if name not in seen]
+            infos += [{**_NOTHING, "name": name, "state": running.state(name)} for name in rest]
+            infos.sort(key=lambda info: str(info["name"]))
         pids = {os.getpid(), *(info["pid"] for info in infos if info["pid"]), *self._relay_pids}
         return {
             "node": {

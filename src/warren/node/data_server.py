@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger("warren.node")
@@ -19,14 +20,23 @@ log = logging.getLogger("warren.node")
 PORT_NAME = "data_server.port"  # in the data directory
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
+_TELL_SECONDS = 10.0
 
 
 class DataServer:
     """Starts it, and knows its port."""
 
     def __init__(
-        self, host: str, port: int, key: bytes, certificate: tuple[str, str] | None, data_dir: str | os.PathLike[str]
+        self,
+        host: str,
+        port: int,
+        key: bytes,
+        certificate: tuple[str, str] | None,
+        data_dir: str | os.PathLike[str],
+        stamps: Callable[[], dict[str, str]],
     ) -> None:
+        """`stamps` are those of all users: tickets that carry another one are not good any more."""
+        self._stamps = stamps
         self._memory = os.path.join(data_dir, PORT_NAME)
         self._said: dict[str, Any] = {"host": host, "port": port, "key": key.hex(), "certificate": certificate}
         self._process: asyncio.subprocess.Process | None = None
@@ -44,7 +54,7 @@ class DataServer:
     async def _start(self, node_url: str) -> None:
         self._port = 0
         for port in dict.fromkeys((self._said["port"] or self._remembered(), self._said["port"])):
-            said = await self._run({**self._said, "node": node_url, "port": port})
+            said = await self._run({**self._said, "node": node_url, "port": port, "stamps": self._stamps()})
             if "port" in said:
                 break
         self._port = int(said.get("port", 0))
@@ -54,6 +64,27 @@ class DataServer:
             return
         with contextlib.suppress(OSError), open(self._memory, "w") as file:
             file.write(f"{self._port}\n")
+
+    async def tell_stamp(self, user: str) -> None:
+        """A password was changed, or a user deleted: return when the process refuses the tickets that stem from it."""
+        async with self._starting:
+            process = self._process
+            if process is None or process.returncode is not None:
+                return  # the next one starts with all stamps
+            assert process.stdin is not None
+            assert process.stdout is not None
+            line = json.dumps({"user": user, "stamp": self._stamps().get(user)}).encode() + b"\n"
+            try:
+                process.stdin.write(line)
+                async with asyncio.timeout(_TELL_SECONDS):
+                    heard = await process.stdout.readline()
+            except (OSError, TimeoutError):
+                heard = b""
+            if not heard:
+                log.error("the data server does not hear that tickets have ended; it is started anew")
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
 
     def _remembered(self) -> int:
         """The port that it had: tasks that lost it when the node died look for it there."""

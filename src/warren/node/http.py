@@ -18,6 +18,7 @@ class HttpServer:
             config.http_port,
             broker.status,
             lambda: broker.ready,
+            down=lambda: broker.vhosts_down() if broker.started else {},
             routes=self._pipeline.routes(),
             certificate=config.tls.http_files,
         )

@@ -2,7 +2,8 @@
 
 Who asks says who he is, with a password (Basic) or a token (Bearer), once, on Spark's driver. What the driver then hands to
 executors are tickets (`warren/tickets.py`), which are good for one snapshot, some checkouts or one batch. The requests
-that executors make here, `leases/plan` and `snapshots/heartbeat`, carry such a ticket.
+that executors make here, `leases/plan` and `snapshots/heartbeat`, carry such a ticket. Tokens and tickets end with the
+password that they stem from; whoever changes it is answered when they have ended here and in the data server.
 
 An error is `{"error": code, "reason": text}` with its status.
 """
@@ -47,11 +48,16 @@ class PipelineApi:
         self._data_server: DataServer | None = None
         self._url = ""
         self._starting: asyncio.Task[int | None] | None = None
+        broker.operations.credentials_changed.append(self._credentials_changed)
+
+    async def _credentials_changed(self, user: str) -> None:
+        if self._data_server is not None:
+            await self._data_server.tell_stamp(user)
 
     @property
     def _tickets(self) -> Tickets:
         if self._known is None:
-            self._known = Tickets.of_directory(str(self._broker.config.data_dir))
+            self._known = Tickets.of_directory(str(self._broker.config.data_dir), self._broker.stamp_of)
         return self._known
 
     def routes(self) -> list[Route]:
@@ -92,7 +98,8 @@ class PipelineApi:
         if not self._broker.started:
             raise Refused(503, "unavailable", "the broker is starting")
         # Who shows a ticket sends little; who sends much has said who he is.
-        user = await self._user(request) if "authorization" in request.headers or name not in _BY_TICKET else ""
+        by_name = "authorization" in request.headers or name not in _BY_TICKET
+        user, stamp = await self._user(request) if by_name else ("", "")
         body = await self._body(request, _MOST_BODY_BYTES if user else _MOST_TICKET_BYTES)
         if name == "leases/plan":
             return await self._plan(body)
@@ -102,13 +109,13 @@ class PipelineApi:
         if name == "token":
             if request.headers["authorization"].lower().startswith("bearer"):
                 raise Refused(403, "forbidden", "a token does not give another one: say user and password")
-            token = self._tickets.issue("user", seconds=_TOKEN_SECONDS, user=user)
+            token = self._tickets.issue("user", seconds=_TOKEN_SECONDS, user=user, stamp=stamp)
             return {"token": token, "expires_at": time.time() + _TOKEN_SECONDS}
         if name in _LISTS and "vhost" not in body:
             return await self._list(name, user)
         vhost = body.pop("vhost", "/")
         result = await self._broker.data_request(name, user, vhost, body)
-        return await self._with_ticket(request, name, user, vhost, body, result)
+        return await self._with_ticket(request, name, {"user": user, "stamp": stamp}, vhost, body, result)
 
     async def _body(self, request: Request, most: int) -> dict[str, Any]:
         data = bytearray()
@@ -124,30 +131,31 @@ class PipelineApi:
             raise bad_request("the body is not a JSON object")
         return body
 
-    async def _user(self, request: Request) -> str:
-        """Who asks. Raises Refused with 401."""
+    async def _user(self, request: Request) -> tuple[str, str]:
+        """Who asks, and the stamp of the password that he has shown. Raises Refused with 401."""
         kind, _, credential = request.headers.get("authorization", "").partition(" ")
         address = request.client.host if request.client is not None else ""
-        user: str | None = None
+        stamp: str | None = None
         if kind.lower() == "bearer":
             try:
-                user = self._tickets.check(credential, "user")["user"]
+                said = self._tickets.check(credential, "user")
             except TicketError as error:
                 raise Refused(401, "unauthorized", f"token: {error}") from None
-            if self._broker.users.user(user) is None:
-                user = None
+            user, stamp = said["user"], said["stamp"]
         elif kind.lower() == "basic":
             try:
-                name, _, password = base64.b64decode(credential, validate=True).decode().partition(":")
+                user, _, password = base64.b64decode(credential, validate=True).decode().partition(":")
             except (binascii.Error, UnicodeDecodeError):
                 raise bad_request("the Authorization header is not Basic credentials") from None
-            if await asyncio.to_thread(self._broker.authenticate, name, password):
-                user = name
+            # Before the password is looked at: should it change meanwhile, what stems from the old one is worth nothing.
+            stamp = self._broker.stamp_of(user)
+            if not await asyncio.to_thread(self._broker.authenticate, user, password):
+                stamp = None
         else:
             raise Refused(401, "unauthorized", "say who you are: options user and password, or token")
-        if user is None or not self._broker.may_connect_from(user, address):
+        if stamp is None or not self._broker.may_connect_from(user, address):
             raise Refused(401, "unauthorized", "user or password is wrong, or the user may not come from this address")
-        return user
+        return user, stamp
 
     async def _list(self, name: str, user: str) -> dict[str, Any]:
         """Of all vhosts that the user may see."""
@@ -177,10 +185,10 @@ class PipelineApi:
             raise Refused(401, "unauthorized", str(error)) from None
 
     async def _with_ticket(
-        self, request: Request, name: str, user: str, vhost: str, body: dict[str, Any], result: dict[str, Any]
+        self, request: Request, name: str, who: dict[str, str], vhost: str, body: dict[str, Any], result: dict[str, Any]
     ) -> dict[str, Any]:
         """What executors need besides."""
-        says: dict[str, Any] = {"vhost": vhost, "user": user}
+        says: dict[str, Any] = {"vhost": vhost, **who}
         if name == "snapshots/take":
             kind, seconds = "snapshot", max(_TICKET_SECONDS, float(result["ttl"]))
             says |= {"path": result["path"], "id": result["id"]}
@@ -203,7 +211,12 @@ class PipelineApi:
         if self._data_server is None:
             config = self._broker.config
             self._data_server = DataServer(
-                config.host, config.data_port, self._tickets.key, config.tls.http_files, config.data_dir
+                config.host,
+                config.data_port,
+                self._tickets.key,
+                config.tls.http_files,
+                config.data_dir,
+                self._broker.users.stamps,
             )
         return self._data_server
 

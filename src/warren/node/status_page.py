@@ -5,7 +5,7 @@
 | `/` | one page of HTML that asks `/api/status` every second; it loads nothing else, from nowhere |
 | `/api/status` | `Status` as JSON; 503 when it cannot be had |
 | `/health/live` | 200 as long as the event loop turns |
-| `/health/ready` | 200 when the node takes clients, 503 before |
+| `/health/ready` | 200 when the node takes clients, in all vhosts that were not stopped; else 503 and what is down |
 
 Rules:
 
@@ -66,7 +66,7 @@ class QueueStatus(TypedDict):
 
 
 class VhostStatus(TypedDict):
-    """One vhost; `state` is "running", or what it is instead: "recovering", "restarting", "down"."""
+    """One vhost; `state` is "running", or what it is instead: "starting", "restarting", "down", "stopped"."""
 
     name: str
     state: str
@@ -131,7 +131,8 @@ class _Server(uvicorn.Server):
 class StatusServer:
     """The HTTP server, inside of the running loop.
 
-    `status` returns a `Status`, or something to await that does; `ready` says whether the node takes clients.
+    `status` returns a `Status`, or something to await that does; `ready` says whether the node takes clients, `down` which
+    vhosts keep it from that, and what they are.
 
     >>> async def main():
     ...     server = StatusServer("127.0.0.1", 0, status=lambda: {"node": {}, "vhosts": []}, ready=lambda: True)
@@ -148,6 +149,7 @@ class StatusServer:
         status: Callable[[], Status | Awaitable[Status]],
         ready: Callable[[], bool],
         *,
+        down: Callable[[], dict[str, str]] = dict,
         routes: Sequence[Route] = (),
         certificate: tuple[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -156,6 +158,7 @@ class StatusServer:
         self.port = port  # 0 until `start` has chosen one
         self._status = status
         self._ready = ready
+        self._down = down
         self._clock = clock
         self._routes = routes  # of others on the same port
         self._certificate = certificate  # certificate and key, for https
@@ -217,8 +220,11 @@ class StatusServer:
         return JSONResponse({"status": "live"}, headers=_HEADERS)
 
     async def _is_ready(self, request: Request) -> Response:
-        ready = self._ready()
-        return JSONResponse({"status": "ready" if ready else "starting"}, 200 if ready else 503, _HEADERS)
+        if self._ready():
+            return JSONResponse({"status": "ready"}, headers=_HEADERS)
+        down = self._down()
+        answer = {"status": "vhosts are down", "vhosts": down} if down else {"status": "starting"}
+        return JSONResponse(answer, 503, _HEADERS)
 
     async def _api_status(self, request: Request) -> Response:
         # Those who ask meanwhile wait here and get the same answer.

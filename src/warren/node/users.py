@@ -76,6 +76,8 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         ) WITHOUT ROWID
         """,
     ),
+    # Vhosts whose deletion was answered, or is about to be, and whose directory may still be there.
+    ("CREATE TABLE vhosts_deleted (name TEXT PRIMARY KEY) WITHOUT ROWID",),
 )
 
 FORMAT_VERSION = len(_MIGRATIONS)
@@ -172,6 +174,7 @@ class Users:
         self._version = 1
         self._accounts: dict[str, _Account] = {}
         self._vhosts: dict[str, None] = {}  # a dict for its order
+        self._deleted: set[str] = set()  # vhosts whose directories may still be there
         self._permissions: dict[tuple[str, str], Grant] = {}  # by user and vhost; without topics
         self._topics: dict[tuple[str, str], dict[str, TopicGrant]] = {}
         self._grants: dict[tuple[str, str], Grant] = {}  # the two before, put together
@@ -253,6 +256,17 @@ class Users:
         """Every user, by name."""
         with self._lock:
             return [self._accounts[name].user for name in sorted(self._accounts)]
+
+    def stamp(self, name: str) -> str | None:
+        """What changes with a user's password, and is another one for another user of the same name; None: there is no
+        such user. Tokens and tickets carry it, so that they end with the password that they stem from."""
+        account = self._accounts.get(name)
+        return None if account is None else _stamp(account)
+
+    def stamps(self) -> dict[str, str]:
+        """Of every user."""
+        with self._lock:
+            return {name: _stamp(account) for name, account in self._accounts.items()}
 
     def authenticate(self, name: str, password: str | bytes) -> User | None:
         """The user, if the password is right; None, after as long a time, if it is not or there is no such user."""
@@ -367,18 +381,38 @@ unterminated subpattern at position 6
         with self._lock:
             if name in self._vhosts:
                 raise AlreadyKnownError(f"there is a vhost {name!r}; use it, or delete it first")
+            if name in self._deleted:
+                raise AlreadyKnownError(f"vhost {name!r} is being deleted; try again when that is done")
             self._commit(("INSERT INTO vhosts VALUES (?)", (name,)))
             self._vhosts[name] = None
             self._version += 1
 
     def delete_vhost(self, name: str) -> None:
-        """Forget a vhost and all permissions in it. Its messages are not touched here. Raises NotKnownError."""
+        """Forget a vhost and all permissions in it. Raises NotKnownError.
+
+        Its messages are not touched here: until `vhost_is_gone` is called its name stays among `deleted_vhosts`, and cannot
+        be given again, or the next vhost of that name would come up with the messages of this one."""
         with self._lock:
             self._check_vhost(name)
-            self._commit(("DELETE FROM vhosts WHERE name = ?", (name,)))
+            self._commit(
+                ("INSERT OR REPLACE INTO vhosts_deleted VALUES (?)", (name,)),
+                ("DELETE FROM vhosts WHERE name = ?", (name,)),
+            )
             del self._vhosts[name]
+            self._deleted.add(name)
             self._forget([key for key in {*self._permissions, *self._topics} if key[1] == name])
             self._version += 1
+
+    def deleted_vhosts(self) -> list[str]:
+        """Those that were deleted, and whose directories may still be there."""
+        with self._lock:
+            return sorted(self._deleted)
+
+    def vhost_is_gone(self, name: str) -> None:
+        """The directory of a deleted vhost is not there any more."""
+        with self._lock:
+            self._commit(("DELETE FROM vhosts_deleted WHERE name = ?", (name,)))
+            self._deleted.discard(name)
 
     def vhosts(self) -> list[str]:
         """The name of every vhost, sorted."""
@@ -418,6 +452,7 @@ unterminated subpattern at position 6
 
     def _load(self) -> None:
         self._vhosts = dict.fromkeys(name for (name,) in self._db.execute("SELECT name FROM vhosts ORDER BY name"))
+        self._deleted = {name for (name,) in self._db.execute("SELECT name FROM vhosts_deleted")}
         for name, password_hash, tags in self._db.execute("SELECT name, password_hash, tags FROM users"):
             self._accounts[name] = _Account(User(name, tuple(json.loads(tags))), password_hash)
         for user, vhost, *expressions in self._db.execute(
@@ -531,6 +566,11 @@ def _create_private(path: str) -> None:
 
 def _user_row(account: _Account) -> tuple[str, str, str]:
     return account.user.name, account.password_hash, json.dumps(account.user.tags)
+
+
+def _stamp(account: _Account) -> str:
+    # Of the hash, whose salt is new each time; so also setting the same password again makes another stamp.
+    return hashlib.blake2b(account.password_hash.encode(), digest_size=12).hexdigest()
 
 
 # ---- what can be ----

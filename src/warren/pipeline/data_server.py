@@ -10,7 +10,8 @@ HTTP, and stages the rows of sinks. It knows no user and no password: every requ
 | `POST /stages?partition=&attempt=&batch=` with an Arrow IPC stream | stage | `{name, count, bytes}`, durable |
 
 The node starts it with one line of JSON on its standard input, reads its port from its standard output, and ends it by
-closing the former. It never writes to a store but for stages, which are files of their own.
+closing the former. In between each line is the stamp that a user has from now on, and is answered by one: tickets with
+another stamp are refused from then on. It never writes to a store but for stages, which are files of their own.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ ARROW_STREAM = "application/vnd.apache.arrow.stream"
 class DataServer:
     """The requests."""
 
-    def __init__(self, key: bytes, node_url: str, certificate: str | None = None) -> None:
-        self._tickets = Tickets(key)
+    def __init__(self, key: bytes, stamps: dict[str, str], node_url: str, certificate: str | None = None) -> None:
+        self.stamps = stamps  # by user
+        self._tickets = Tickets(key, lambda user: self.stamps.get(user))
         self._node_url = node_url
         self._trust = _pinned(certificate) if certificate is not None else None
 
@@ -289,8 +291,9 @@ def main() -> int:
         print(json.dumps({"error": f"cannot listen on {said['host']}:{said['port']}: {error.strerror}"}), flush=True)
         return 1
     certificate, key = said["certificate"] or (None, None)
+    data_server = DataServer(bytes.fromhex(said["key"]), said["stamps"], said["node"], certificate)
     config = uvicorn.Config(
-        DataServer(bytes.fromhex(said["key"]), said["node"], certificate).application(),
+        data_server.application(),
         http="h11",
         ws="none",
         lifespan="off",
@@ -303,7 +306,12 @@ def main() -> int:
     server = _Server(config)
 
     def watch() -> None:
-        sys.stdin.read()
+        for line in sys.stdin:
+            changed = json.loads(line)
+            others = {user: stamp for user, stamp in data_server.stamps.items() if user != changed["user"]}
+            new = {} if changed["stamp"] is None else {changed["user"]: changed["stamp"]}
+            data_server.stamps = {**others, **new}
+            print("{}", flush=True)
         server.should_exit = True
 
     threading.Thread(target=watch, daemon=True).start()

@@ -5,10 +5,14 @@ what there is:
 
     node to vhost       hand_over   a client's socket, with what its handshake agreed on   (a descriptor; no answer)
                         grants      what a user may do has changed                         (answered when it holds)
+                        open_vhost  serve one vhost more                                   (answered when it is up)
+                        close_vhost tell its clients why, and serve it no more             (answered when it is closed)
+                        operate     a request of an operator (`operator_requests.py`)      (answered)
                         alarm       memory or disk is short, or is not any more            (no answer)
                         status      counters of all queues                                 (answered)
                         data        a request of the data pipeline (`data_requests.py`)    (answered)
-                        stop        finish the commits, write recovery terms, exit         (answered by the exit)
+                        stop        tell clients why, finish the commits, write recovery
+                                    terms, exit                                            (answered by the exit)
     vhost to node       up          recovery is done
                         answer      to the message with this id
                         failed      why it is about to exit
@@ -29,7 +33,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-TO_VHOST = frozenset(("hand_over", "grants", "alarm", "status", "data", "stop"))
+TO_VHOST = frozenset(("hand_over", "grants", "open_vhost", "close_vhost", "operate", "alarm", "status", "data", "stop"))
 TO_NODE = frozenset(("up", "answer", "failed"))
 
 _LENGTH = struct.Struct(">I")
@@ -142,14 +146,20 @@ class ControlSocket:
                 return
             if len(self._in) < _LENGTH.size + size:
                 return
-            message = json.loads(bytes(self._in[_LENGTH.size : _LENGTH.size + size]))
+            try:
+                message = json.loads(bytes(self._in[_LENGTH.size : _LENGTH.size + size]))
+            except ValueError:
+                message = None
             del self._in[: _LENGTH.size + size]
+            if not isinstance(message, dict) or "what" not in message:  # not one of us
+                self.close()
+                return
             self._dispatch(message)
 
     def _dispatch(self, message: Message) -> None:
-        descriptor = self._descriptors.popleft() if message.pop("descriptor", False) else None
+        descriptor = self._descriptors.popleft() if message.pop("descriptor", False) and self._descriptors else None
         if message["what"] == "answer":
-            future = self._answers.get(message["id"])
+            future = self._answers.get(message.get("id", 0))
             if future is not None and not future.done():
                 future.set_result(message.get("result"))
             return

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from warren.amqp.connection import Connection
+from warren.amqp.connection import Connection, turn_away
 from warren.errors import StoreLockedError, WarrenError
 from warren.vhost.control import ControlSocket, Message
 from warren.vhost.grants import Grants
@@ -39,9 +39,11 @@ class _Process:
         self._sock = sock
         self._arguments = arguments
         self._vhosts: dict[str, Vhost] = {}
+        self._unwanted: set[str] = set()  # vhosts that were closed, perhaps before they were open
         self._grants = Grants()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._code = 0
+        self._why = ""  # it stops, as clients are told
 
     async def run(self) -> int:
         self._stopping = asyncio.Event()
@@ -50,7 +52,11 @@ class _Process:
         loop.add_signal_handler(signal.SIGTERM, self._stopping.set)
         try:
             for name in self._arguments["vhosts"]:
-                self._vhosts[name] = await self._open(name)
+                vhost = await self._open(name)
+                if name in self._unwanted:
+                    await vhost.stop()
+                else:
+                    self._vhosts[name] = vhost
         except (WarrenError, OSError) as error:
             log.error("%s", error)
             self._control.send("failed", why=str(error))
@@ -79,7 +85,7 @@ class _Process:
                 await asyncio.sleep(0.1)
 
     async def _stop(self) -> None:
-        await close_connections(self._vhosts.values())
+        await close_connections(self._vhosts.values(), self._why)
         for vhost in self._vhosts.values():
             await vhost.stop()
 
@@ -97,12 +103,24 @@ class _Process:
 
     def _received(self, message: Message, descriptor: int | None) -> None:
         what = message["what"]
+        if "grant" in message:
+            # At once, and not when the work is done that needs it: messages are in the order of changes.
+            self._grants.put(message["user"], message["vhost"], message["grant"])
         if what == "hand_over":
             assert descriptor is not None
             self._start(self._take_over(socket.socket(fileno=descriptor), message))
         elif what == "grants":
-            self._grants.put(message["user"], message["vhost"], message["grant"])
             self._control.answer(message, True)
+        elif what == "open_vhost":
+            self._start(self._open_vhost(message))
+        elif what == "close_vhost":
+            self._start(self._close_vhost(message))
+        elif what == "operate":
+            asked = self._vhosts.get(message["vhost"])
+            self._control.answer(
+                message,
+                asked.operator_requests.answer(message["name"], message["arguments"]) if asked else _not_here(message),
+            )
         elif what == "alarm":
             for vhost in self._vhosts.values():
                 vhost.set_alarm(message["resource"], message["is_set"])
@@ -111,15 +129,38 @@ class _Process:
         elif what == "data":
             self._start(self._data(message))
         elif what == "stop":
+            self._why = message["why"]
             self._stopping.set()
 
     async def _data(self, message: Message) -> None:
-        user, name = message["user"], message["vhost"]
-        vhost = self._vhosts[name]
-        self._grants.put(user, name, message["grant"])
-        permissions = Permissions(self._grants, user, name)
+        vhost = self._vhosts.get(message["vhost"])
+        if vhost is None:
+            self._control.answer(message, _not_here(message))
+            return
+        permissions = Permissions(self._grants, message["user"], message["vhost"])
         answer = await vhost.data_requests.answer(message["name"], permissions, message["arguments"])
         self._control.answer(message, answer)
+
+    async def _open_vhost(self, message: Message) -> None:
+        name = message["vhost"]
+        self._unwanted.discard(name)
+        try:
+            vhost = await self._open(name)
+        except (WarrenError, OSError) as error:
+            self._control.answer(message, {"why": str(error)})
+            return
+        for resource in message["alarms"]:
+            vhost.set_alarm(resource, True)
+        self._vhosts[name] = vhost
+        self._control.answer(message, {})
+
+    async def _close_vhost(self, message: Message) -> None:
+        self._unwanted.add(message["vhost"])
+        vhost = self._vhosts.pop(message["vhost"], None)
+        if vhost is not None:
+            await close_connections([vhost], message["why"])
+            await vhost.stop()
+        self._control.answer(message, {})
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -129,9 +170,8 @@ class _Process:
     async def _take_over(self, sock: socket.socket, opened: Message) -> None:
         vhost = self._vhosts.get(opened["vhost"])
         if vhost is None or self._stopping.is_set():
-            sock.close()
+            turn_away(sock, self._why or f"vhost '{opened['vhost']}' is down")
             return
-        self._grants.put(opened["user"], opened["vhost"], opened["grant"])
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         try:
@@ -152,3 +192,8 @@ class _Process:
         except OSError as error:
             log.info("client %s: %s", opened["peer"], error)
             sock.close()
+
+
+def _not_here(message: Message) -> dict[str, Any]:
+    """The answer to who asked while the vhost was closed."""
+    return {"status": 503, "error": "unavailable", "reason": f"vhost {message['vhost']!r} is down; try again"}

@@ -8,9 +8,11 @@ that dies too often (`vhost_max_restarts` in `vhost_restart_period` seconds) sta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import struct
 import time
@@ -70,14 +72,35 @@ class VhostProcess:
             raise ConnectionError(f"vhost process {self.name!r} is down")
         return await self._control.ask(what, **arguments)
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "", *, patience: float | None = None) -> None:
+        """Have it finish, clients are told why, and return when it is gone. With `patience` it is killed after so many
+        seconds: that is for what is deleted anyway."""
         if self.state in (DOWN, STOPPED):
             return
         self.state = STOPPED
         if self._control is not None:
-            self._control.send("stop")
-        async with asyncio.timeout(_STOP_SECONDS):
-            await self._gone.wait()
+            self._control.send("stop", why=why)
+        try:
+            async with asyncio.timeout(_STOP_SECONDS if patience is None else patience):
+                await self._gone.wait()
+        except TimeoutError:
+            if patience is None or not self.pid:
+                raise
+            log.error("vhost process %r (pid %s) does not stop and is killed", self.name, self.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._gone.wait()
+
+    async def start_again(self) -> None:
+        """After `stop`, or when it failed too often: with a clean slate. Returns as `ready` does.
+        Requires: it is stopped or down."""
+        assert self.state in (DOWN, STOPPED)
+        self._deaths.clear()
+        self.why = ""
+        self.state = STARTING
+        self.start()
+        await self.ready()
 
     def _ended(self) -> None:
         """Its socket is closed. Its exit is the zygote's to tell, where there is one."""
@@ -89,6 +112,7 @@ class VhostProcess:
             self.pid = message["pid"]
             if self.state != STOPPED:
                 self.state = RUNNING
+            self._supervisor.came_up(self)
             self._up.set()
         elif message["what"] == "failed":
             self.why = message["why"]
@@ -127,6 +151,7 @@ class Supervisor:
         *,
         max_restarts: int = 3,
         restart_period: float = 300.0,
+        came_up: Callable[[VhostProcess], None] = lambda process: None,
         gave_up: Callable[[VhostProcess], None] = lambda process: None,
         zygote_died: Callable[[], None] = lambda: None,
     ) -> None:
@@ -134,6 +159,7 @@ class Supervisor:
         self.arguments = arguments
         self.max_restarts = max_restarts
         self.restart_period = restart_period
+        self.came_up = came_up
         self.gave_up = gave_up
         self.processes: dict[str, VhostProcess] = {}
         self.has_zygote = True
@@ -147,6 +173,10 @@ class Supervisor:
         process = self.processes[name] = VhostProcess(self, name, vhosts)
         process.start()
         return process
+
+    def remove(self, process: VhostProcess) -> None:
+        """Forget it. Requires: it is gone."""
+        self.processes.pop(process.name, None)
 
     def fork(self, name: str, arguments: dict[str, Any], control: socket.socket) -> None:
         # Small and rare: a blocking send is simpler than a queue.

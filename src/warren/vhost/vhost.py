@@ -37,6 +37,7 @@ from warren.storage.vhost_store import StoredQueue, VhostStore
 from warren.vhost.arrivals import Arrivals
 from warren.vhost.commits import Commits
 from warren.vhost.data_requests import DataRequests
+from warren.vhost.operator_requests import OperatorRequests
 
 log = logging.getLogger("warren.vhost")
 
@@ -87,6 +88,8 @@ class Vhost:
         self.reply_channels: dict[str, Any] = {}  # token -> channel that consumes from amq.rabbitmq.reply-to
         self.alarms: set[str] = set()  # "memory", "disk": publishers wait while there are any
         self.failure: WarrenError | None = None
+        self.goodbye = ""  # why clients are sent away; who comes now is sent away too
+        self.stopped = False  # nothing acts any more
         self.started_at = time.time()
         self._failed = failed
         self._changed = False  # the metadata has a group that is not committed
@@ -98,6 +101,7 @@ class Vhost:
         self._recover()
         self.data_requests = DataRequests(self)
         self.data_requests.start()
+        self.operator_requests = OperatorRequests(self)
         if consumer_timeout:
             self._loop.call_later(consumer_timeout / 4, self._check_timeouts)
 
@@ -139,6 +143,7 @@ class Vhost:
 
     async def stop(self) -> None:
         """A clean stop: connections are closed by their owner before."""
+        self.stopped = True
         for queue in self.queues.values():
             queue.deleted = True  # no timer acts from now on
         for delayed in self.delayed.values():
@@ -178,7 +183,7 @@ class Vhost:
         """Close the channels of consumers that have kept a message for too long."""
         for connection in list(self.connections):
             connection.check_timeouts()
-        if self.failure is None:
+        if self.failure is None and not self.stopped:
             self._loop.call_later(self.consumer_timeout / 4, self._check_timeouts)
 
     def _changing(self) -> None:
@@ -475,6 +480,8 @@ class Vhost:
 
     def _do(self, move: _Move) -> None:
         """Publishes and acks as one; the targets learn of it when it is safe."""
+        if self.stopped:  # it waited for seq_ids until then: the source still has the messages
+            return
 
         def committed() -> None:  # by the thread of the commits, with the engine's lock
             self._loop.call_soon_threadsafe(self._moved, move)
@@ -499,6 +506,8 @@ class Vhost:
         self.wake()
 
     def _moved(self, move: _Move) -> None:
+        if self.stopped:
+            return
         for queue, entries in move.arriving.items():
             if not queue.deleted:
                 with contextlib.suppress(QueueCrashed):  # they are its own by now
@@ -569,12 +578,14 @@ class Vhost:
         }
 
 
-async def close_connections(vhosts: Iterable[Vhost]) -> None:
-    """Tell all clients that the broker stops, give them a moment to answer, then cut them off."""
+async def close_connections(vhosts: Iterable[Vhost], why: str = "") -> None:
+    """Tell all clients why they have to go, give them a moment to answer, then cut them off."""
+    why = why or "broker forced connection closure with reason 'shutdown'"
     leaving: list[Any] = []
     for vhost in vhosts:
+        vhost.goodbye = why
         for connection in list(vhost.connections):
-            connection.fail(AmqpError(320, "broker forced connection closure with reason 'shutdown'"))
+            connection.fail(AmqpError(320, why))
         leaving += vhost.departing
     deadline = time.monotonic() + _GOODBYE_SECONDS
     while any(connection.state != "closed" for connection in leaving) and time.monotonic() < deadline:
