@@ -207,7 +207,7 @@ def test_a_tls_client_that_stops_reading_costs_bounded_memory_and_disturbs_nobod
     eventually(lambda: broker.queue_info("q")["messages_unacknowledged"])
     for _ in range(5):
         is_served_over_tls(broker.tls_port, certificates)
-        is_served(broker.port)
+        is_served(broker)
     taken = broker.queue_info("q")["messages_unacknowledged"]
     growth = [resident_bytes(pid) - was for pid, was in zip(pids, before, strict=True)]
     record_property("backlog in MiB", messages * 50_000 // MIB)
@@ -270,7 +270,7 @@ def test_a_relay_that_stands_still_does_not_hold_up_the_node(broker, certificate
     try:
         waiting = [socket.create_connection(("127.0.0.1", broker.tls_port), timeout=30) for _ in range(50)]
         for _ in range(5):
-            is_served(broker.port)
+            is_served(broker)
     finally:
         os.kill(relay, signal.SIGCONT)
     for sock in waiting:
