@@ -15,7 +15,7 @@ from warren.kernel.overlay import LIVE, Overlay
 from warren.kernel.ranges import RangeSet
 from warren.kernel.segment_codec import convert_rows
 from warren.queueing.properties import encode_head
-from warren.storage import layout, recovery, segment, store_format
+from warren.storage import layout, recovery_terms, segment, store_format
 from warren.storage.disk import Disk
 from warren.storage.journal import read_floor, write_floor
 from warren.storage.layout import HEADER_BYTES, hashed, pack_header, stream_id, unpack_header
@@ -166,7 +166,7 @@ BORROWED = {"IN_STORE", "PERSISTENT", "IN_QS", "SLOTTED", "LIVE", "ACKED", "DEAD
 
 
 def constants() -> dict[str, int]:
-    modules = (layout, journal_codec, segment_codec, store_table, store_format)
+    modules = (layout, journal_codec, segment_codec, store_table, store_format, recovery_terms)
     found = {
         name: value
         for module in modules
@@ -185,7 +185,7 @@ def test_every_constant_is_in_the_table_with_its_value():
 
 
 def test_every_magic_word_is_in_the_document():
-    modules = (layout, segment, recovery, store_format)
+    modules = (layout, segment, recovery_terms, store_format)
     words = {value for module in modules for name, value in vars(module).items() if name.endswith("_MAGIC")}
     assert len(words) == 11
     assert [word for word in words | {b"WBLK"} if f'"{word.decode()}"' not in text()] == []
@@ -200,7 +200,7 @@ def test_the_sizes_in_the_grammar_are_those_of_the_structures():
         "trailer": segment._TRAILER.size,
         "batch header": segment._BATCH.size,
         "ack entry": segment._ENTRY.size,
-        "terms header": recovery._TERMS.size,
+        "terms header": recovery_terms.TERMS_HEADER_BYTES,
         "hint row": store_format.HINT_ROW.size,
     }
     for what, size in sizes.items():

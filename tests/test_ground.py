@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import random
 import re
@@ -111,6 +112,17 @@ def test_the_kernel_imports_nothing_above_it():
         if not module.startswith(allowed)
     ]
     assert wrong == []
+
+
+def test_no_module_imports_what_another_one_keeps_to_itself():
+    """A name with an underscore may change with its module alone."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "warren":
+                names = [alias.name for alias in node.names if re.match(r"_[^_]", alias.name)]
+                found += [(str(path.relative_to(ROOT)), node.module, name) for name in names]
+    assert found == []
 
 
 def test_no_source_file_is_too_long_to_read_in_one_sitting():

@@ -55,8 +55,8 @@ def test_full_segments_get_a_trailer_and_the_last_one_does_not(tmp_path):
     assert [number for number, trailer in found.items() if trailer is not None] == [0, 1]
     first = found[0]
     assert first is not None
-    sizes = [len(b"head") + 4 + len(b"m%d" % seq) for seq in range(SIZE)]
-    assert (first.written, first.low, first.high, first.payload_bytes, first.flags) == (SIZE, 1, 1, sum(sizes), 0)
+    sizes = [len(b"m%d" % seq) for seq in range(SIZE)]
+    assert (first.written, first.low, first.high, first.body_bytes, first.flags) == (SIZE, 1, 1, sum(sizes), 0)
     store.close()
 
 

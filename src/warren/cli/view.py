@@ -17,7 +17,7 @@ import warren
 from warren.errors import StoreLockedError, StorePathError
 from warren.storage.layout import HEADER_BYTES, INDEX_MAGIC, hashed, unpack_header
 from warren.storage.lock import DirectoryLock
-from warren.storage.recovery import TERMS_NAME
+from warren.storage.recovery_terms import TERMS_NAME
 from warren.storage.settings import EngineSettings
 from warren.storage.store_format import TermsError
 from warren.storage.verify import vhost_roots

@@ -17,9 +17,9 @@ from urllib.parse import quote
 
 from warren.errors import StoreFailedError, StoreFormatError
 from warren.kernel.ranges import RangeSet
-from warren.storage.queue_database import _FORMAT, _WHOLE, PENDING, _is_sound, _marks
+from warren.storage.queue_database import FORMAT_VERSION, PENDING, WHOLE_ROW, is_sound_row, marks_of
 
-_SELECT = f"SELECT {_WHOLE}, state, delivery_count, redelivered FROM messages NOT INDEXED"
+_SELECT = f"SELECT {WHOLE_ROW}, state, delivery_count, redelivered FROM messages NOT INDEXED"
 
 
 class QueueRow(NamedTuple):
@@ -55,9 +55,9 @@ class QueueRows:
             row = self._db.execute("SELECT format FROM state").fetchone()
         except sqlite3.DatabaseError:
             return  # a damaged file: reading it says so
-        if row is not None and isinstance(row[0], int) and row[0] > _FORMAT:
+        if row is not None and isinstance(row[0], int) and row[0] > FORMAT_VERSION:
             raise StoreFormatError(
-                f"{self._path} has format version {row[0]}; this Warren reads version {_FORMAT}. "
+                f"{self._path} has format version {row[0]}; this Warren reads version {FORMAT_VERSION}. "
                 "Read it with the Warren that wrote it, or a newer one"
             )
 
@@ -72,10 +72,10 @@ class QueueRows:
                 seq, _, persistent, published_at, expiry, _, _, head, body = row[:9]
                 if not isinstance(seq, int) or seq not in self._wanted or not (persistent or transient):
                     continue
-                if not _is_sound(row):
+                if not is_sound_row(row):
                     yield QueueRow(seq, 0, 0, b"", None, 0, False)
                     continue
-                state, count, redelivered = _marks(row)
+                state, count, redelivered = marks_of(row)
                 yield QueueRow(seq, published_at, expiry, head, body, count, bool(redelivered) or state == PENDING)
         except sqlite3.DatabaseError as error:
             raise StoreFailedError(

@@ -27,7 +27,6 @@ from functools import cached_property
 from typing import Any
 
 from warren.errors import QueueNotFoundError, StoreFormatError, StoreLockedError, StorePathError
-from warren.kernel.checksum import crc32c
 from warren.kernel.entry import Entry
 from warren.kernel.journal_codec import CHECKOUT, read_publishes, replay
 from warren.kernel.overlay import Overlay, row_pairs, split_rows
@@ -40,8 +39,9 @@ from warren.pipeline.schema import unknown
 from warren.storage.disk import Disk
 from warren.storage.layout import HEADER_BYTES, hashed, journal_path, pairs_of, stream_id
 from warren.storage.ledger import Ledger
-from warren.storage.metadata import _APPLICATION_ID, FORMAT_VERSION
-from warren.storage.recovery import _TERMS, _TERMS_MAGIC, TERMS_NAME, TORN_END, JournalReplay, replay_journal
+from warren.storage.metadata import APPLICATION_ID, FORMAT_VERSION
+from warren.storage.recovery import TORN_END, JournalReplay, replay_journal
+from warren.storage.recovery_terms import TERMS_NAME, TermsDamaged, unpack_terms
 from warren.storage.segment import SegmentFiles
 from warren.storage.settings import EngineSettings
 from warren.storage.snapshot import MANIFEST, TRANSIENTS
@@ -243,7 +243,7 @@ class VhostView:
     def _check_format(db: sqlite3.Connection, path: str) -> None:
         application = db.execute("PRAGMA application_id").fetchone()[0]
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if application != _APPLICATION_ID:
+        if application != APPLICATION_ID:
             raise StoreFormatError(f"{path} is no file of Warren: its application id is {application:#x}")
         if version > FORMAT_VERSION:
             raise StoreFormatError(
@@ -281,19 +281,17 @@ class VhostView:
     @cached_property
     def terms(self) -> dict[str, Any] | None:
         """What a clean stop wrote down, if the last one was clean."""
+        path = os.path.join(self.root, TERMS_NAME)
         try:
-            with open(os.path.join(self.root, TERMS_NAME), "rb") as file:
+            with open(path, "rb") as file:
                 data = file.read()
         except FileNotFoundError:
             return None
-        if len(data) < _TERMS.size + 4 or struct.unpack("<I", data[-4:])[0] != crc32c(data[:-4]):
+        try:
+            return unpack_terms(data, path).vhost
+        except TermsDamaged:
             log.warning("%s: recovery terms do not check out; everything is read instead", self.root)
             return None
-        magic, length, _ = _TERMS.unpack_from(data)
-        if magic != _TERMS_MAGIC:
-            return None
-        terms: dict[str, Any] = json.loads(data[_TERMS.size : _TERMS.size + length])
-        return terms
 
     @cached_property
     def journal(self) -> JournalReplay:

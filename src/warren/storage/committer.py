@@ -19,6 +19,7 @@ import contextlib
 import errno
 import os
 import threading
+from collections.abc import Iterator
 
 from warren.errors import DiskFullError, StoreClosedError, StoreFailedError, WarrenError
 from warren.kernel.gates import Gate, open_gates
@@ -28,6 +29,7 @@ from warren.storage.message_store import Commit as StoreCommit
 from warren.storage.message_store import MessageStore
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+_NEVER = 1 << 64  # above every LSN
 
 
 class _Waiter:
@@ -152,16 +154,40 @@ class Committer:
                 waiter = _Waiter(lsn)
                 self._waiters.append(waiter)
         if waiter is not None:
-            try:
-                waiter.gate.wait()
-            except BaseException:  # Ctrl-C: somebody else has to lead in its place
-                self._withdraw(waiter)
-                raise
-            if waiter.error is not None:
-                raise waiter.error
+            self._wait(waiter)
             if not waiter.lead:
                 return
         self._lead()
+
+    @contextlib.contextmanager
+    def sync_and_hold(self) -> Iterator[None]:
+        """Hold the lock, with everything safe that was appended before. Unlike `sync`, which lets others append meanwhile,
+        this commits under the lock: who has to have nothing under way gets there however busy publishers are."""
+        self._wait_for_lead()
+        with self._lock:
+            self._lead(until_clean=True)
+            yield
+
+    def _wait_for_lead(self) -> None:
+        """Return as the leader, when those who came before have led."""
+        with self._lock:
+            self.check()
+            if not self._leader:
+                self._leader = True
+                return
+            waiter = _Waiter(_NEVER)
+            self._waiters.append(waiter)
+        self._wait(waiter)
+
+    def _wait(self, waiter: _Waiter) -> None:
+        """Until its commit is done, or it shall lead one."""
+        try:
+            waiter.gate.wait()
+        except BaseException:  # Ctrl-C: somebody else has to lead in its place
+            self._withdraw(waiter)
+            raise
+        if waiter.error is not None:
+            raise waiter.error
 
     def commit(self, sync_store: bool = False) -> None:
         """Commit what is in the buffer now; with `sync_store`, bodies are synced in `os` durability, too."""
@@ -171,8 +197,8 @@ class Committer:
         while sync_store and self._sync_store:  # the commit that this call waited for had begun before
             self.sync()
 
-    def _lead(self) -> None:
-        """Run one commit and hand on the lead. Requires: this thread is the leader."""
+    def _lead(self, until_clean: bool = False) -> None:
+        """Run one commit, or with `until_clean` what it takes, and hand on the lead. Requires: this thread is the leader."""
         error: WarrenError | None = None
         try:
             while True:
@@ -183,7 +209,7 @@ class Committer:
                     batch.done()
                     self._stuck = None
                     self.commits += 1
-                if not retry:
+                if not retry and not (until_clean and self._journal.dirty):
                     break
         except WarrenError as failure:
             error = failure

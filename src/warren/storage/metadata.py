@@ -36,7 +36,7 @@ from warren.errors import (
 )
 from warren.storage.tagged_json import from_json, to_json
 
-_APPLICATION_ID = 0x5752524E  # "WRRN", in the header of the file: `file meta.db` shows it
+APPLICATION_ID = 0x5752524E  # "WRRN", in the header of the file: `file meta.db` shows it
 
 # Step n takes the file from format n - 1 to format n. Format 0 is an empty file.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -600,10 +600,10 @@ class Metadata:
             for question in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_schema")
         )
         # A crash right after the file was created leaves one without tables: it is new, too.
-        if application_id != _APPLICATION_ID and (application_id, version, tables) != (0, 0, 0):
+        if application_id != APPLICATION_ID and (application_id, version, tables) != (0, 0, 0):
             raise StoreFormatError(
                 f"{self.path} is an SQLite database, but not one of Warren (application id {application_id:#x}, not "
-                f"{_APPLICATION_ID:#x}); choose another directory for the store, or move that file away"
+                f"{APPLICATION_ID:#x}); choose another directory for the store, or move that file away"
             )
         if version > FORMAT_VERSION:
             raise StoreFormatError(
@@ -618,7 +618,7 @@ class Metadata:
             with self.transaction():
                 for statement in statements:
                     self._db.execute(statement)
-                self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 self._db.execute(f"PRAGMA user_version = {number}")
 
     @contextlib.contextmanager

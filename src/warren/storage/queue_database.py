@@ -38,7 +38,7 @@ from warren.storage.segment import Report
 
 READY, PENDING, LEASED = 0, 1, 2  # states of a message: in the queue, waiting for an ack, part of a checkout
 
-_FORMAT = 1
+FORMAT_VERSION = 1
 _NAME = "queue.db"
 _SALVAGE = "salvage.db"
 _BESIDE = ("-wal", "-shm", "-journal")  # what SQLite puts next to a file
@@ -67,11 +67,11 @@ ON messages (state, level DESC, seq, body_size, persistent, redelivered, deliver
 
 _PLACE = "seq, level, persistent, published_at, expiry, body_size"
 _MARKS = "state, delivery_count, redelivered"
-_WHOLE = f"{_PLACE}, crc, head, body"
+WHOLE_ROW = f"{_PLACE}, crc, head, body"
 _FIXED = struct.Struct("<QQQIIBB")  # seq, published_at, expiry, bytes of the body and of the head, level, persistent
 _STATE = struct.Struct("<QQQ")  # format, applied_lsn, next_seq
 
-_INSERT = f"INTO messages ({_WHOLE}, {_MARKS}) VALUES ({', '.join('?' * 12)})"
+_INSERT = f"INTO messages ({WHOLE_ROW}, {_MARKS}) VALUES ({', '.join('?' * 12)})"
 
 _OURS = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # errors that say: the bytes are not what was written
 _ENVIRONMENT = (  # errors that say nothing about the bytes
@@ -188,8 +188,8 @@ class QueueDatabase:
     def messages(self, clause: str, *values: Any) -> list[Entry]:
         """Messages with their bodies; `clause` is what follows FROM messages. Each fits its checksum."""
         while True:
-            rows = self.rows(f"SELECT {_WHOLE} FROM messages {clause}", *values)
-            if all(map(_is_sound, rows)):
+            rows = self.rows(f"SELECT {WHOLE_ROW} FROM messages {clause}", *values)
+            if all(map(is_sound_row, rows)):
                 return [_entry(row, row[7], row[8], len(row[7])) for row in rows]
             self._salvage("a row does not fit its checksum")
 
@@ -291,24 +291,28 @@ class QueueDatabase:
         """What is wrong with the file. Raises StoreFormatError when a newer Warren wrote it."""
         db = self._db
         found = dict(db.execute("SELECT name, sql FROM sqlite_schema").fetchall())
-        if found != {name.encode(): sql.encode() for name, sql in _SCHEMA.items()}:
-            return "its schema is not the one that was written"
-        states = db.execute("SELECT format, applied_lsn, next_seq, crc FROM state").fetchall()
-        if len(states) != 1 or not _is_sound_state(states[0]):
-            return "its state does not fit its checksum"
-        if states[0][0] != _FORMAT:
+        states = []
+        if b"state" in found:
+            with contextlib.suppress(sqlite3.OperationalError):  # other columns, of damage
+                states = db.execute("SELECT format, applied_lsn, next_seq, crc FROM state").fetchall()
+        whole = len(states) == 1 and _is_sound_state(states[0])
+        if whole and states[0][0] != FORMAT_VERSION:  # before the schema, which is another one then
             raise StoreFormatError(
-                f"{self.path} has format version {states[0][0]}; this Warren reads version {_FORMAT}. "
+                f"{self.path} has format version {states[0][0]}; this Warren reads version {FORMAT_VERSION}. "
                 "Open it with the Warren that wrote it, or a newer one"
             )
+        if found != {name.encode(): sql.encode() for name, sql in _SCHEMA.items()}:
+            return "its schema is not the one that was written"
+        if not whole:
+            return "its state does not fit its checksum"
         if digest is not None and digest == self.digest():
             return None
         # Not quick_check, which does not compare the index with the table.
         complaint = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if complaint != b"ok":
             return str(complaint.decode(errors="replace"))
-        for row in db.execute(f"SELECT {_WHOLE}, {_MARKS} FROM messages NOT INDEXED"):
-            if not _is_sound(row) or _marks(row) != row[-3:]:
+        for row in db.execute(f"SELECT {WHOLE_ROW}, {_MARKS} FROM messages NOT INDEXED"):
+            if not is_sound_row(row) or marks_of(row) != row[-3:]:
                 return f"the row of seq_id {row[0]} does not fit its checksum"
         return None
 
@@ -341,7 +345,7 @@ class QueueDatabase:
                 self._create(copy)
                 copy.execute("BEGIN IMMEDIATE")
                 for row in self._readable(damaged):
-                    copy.execute(f"INSERT OR REPLACE {_INSERT}", (*row[:-3], *_marks(row)))
+                    copy.execute(f"INSERT OR REPLACE {_INSERT}", (*row[:-3], *marks_of(row)))
                 copy.execute("UPDATE state SET format = ?, applied_lsn = ?, next_seq = ?, crc = ?", _old_state(damaged))
             except BaseException:
                 copy.close()
@@ -366,7 +370,7 @@ class QueueDatabase:
             if row is None:
                 return
             seq = row[0]
-            if _is_sound(row):
+            if is_sound_row(row):
                 yield row
             else:
                 self._report(self.path, 0, 0, seq, "row does not fit its checksum")
@@ -436,8 +440,8 @@ def _checksum(place: _Row, head: bytes, body: bytes) -> int:
     return crc32c(body, crc32c(head, crc32c(fixed)))
 
 
-def _is_sound(row: _Row) -> bool:
-    """Is a row of _WHOLE what was written?"""
+def is_sound_row(row: _Row) -> bool:
+    """Is a row of WHOLE_ROW what was written?"""
     crc, head, body = row[6:9]
     try:
         return bool(_checksum(row[:6], head, body) == crc)
@@ -445,7 +449,7 @@ def _is_sound(row: _Row) -> bool:
         return False
 
 
-def _marks(row: _Row) -> _Row:
+def marks_of(row: _Row) -> _Row:
     """What changes in the life of a message, with sense where there is none: (state, delivery_count, redelivered)."""
     state, delivery_count, redelivered = row[-3:]
     return (
@@ -456,7 +460,7 @@ def _marks(row: _Row) -> _Row:
 
 
 def _state_row(applied_lsn: int, next_seq: int) -> _Row:
-    values = (_FORMAT, applied_lsn, next_seq)
+    values = (FORMAT_VERSION, applied_lsn, next_seq)
     return (*values, crc32c(_STATE.pack(*values)))
 
 
@@ -488,7 +492,7 @@ def _next_row(db: sqlite3.Connection, seq: int) -> _Row | None:
     """The first row above `seq`, by the table alone."""
     try:
         row: _Row | None = db.execute(
-            f"SELECT {_WHOLE}, {_MARKS} FROM messages NOT INDEXED WHERE seq > ? ORDER BY seq LIMIT 1", (seq,)
+            f"SELECT {WHOLE_ROW}, {_MARKS} FROM messages NOT INDEXED WHERE seq > ? ORDER BY seq LIMIT 1", (seq,)
         ).fetchone()
     except (sqlite3.Error, UnicodeError) as error:
         raise _Damaged(str(error)) from error

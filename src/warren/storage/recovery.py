@@ -1,7 +1,7 @@
 """How a vhost begins again: from the terms of a clean stop, or from its files after a dirty one.
 
-Clean: the file `recovery` says which slots of which segment are alive, and the journal is empty; no segment is read. It
-is erased as soon as it was read, so it can never describe a store that has changed since.
+Clean: the file `recovery` (`recovery_terms.py`) says which slots of which segment are alive, and the journal is empty; no
+slot is read.
 
 Dirty, for the whole vhost: FLOOR, then the journal files from there on, then headers, slots and ack batches of every
 segment; bodies are not read. Acks of the journal are applied to slots. After a checkpoint that was cut short a message
@@ -14,17 +14,12 @@ Records of a uid that the metadata does not know are dropped: the queue was dele
 
 from __future__ import annotations
 
-import json
 import os
-import struct
-import time
-from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from warren.kernel.checksum import crc32c
 from warren.kernel.entry import IN_STORE, Entry
 from warren.kernel.journal_codec import DEDUP, read_publishes, replay
 from warren.kernel.overlay import Overlay, row_pairs, split_rows
@@ -38,9 +33,6 @@ from warren.storage.reading import open_to_read, read_around, read_whole
 from warren.storage.segment import Report, Segment, SegmentFiles
 
 TORN_END = "end of the journal: torn, or damaged"
-TERMS_NAME = "recovery"
-_TERMS = struct.Struct("<4sIQ")  # magic, length of the JSON, length of the store's terms; JSON; terms; CRC of all
-_TERMS_MAGIC = b"WRNR"
 _SPAN_BYTES = 4 * 1024 * 1024
 
 
@@ -251,60 +243,3 @@ def _unmeasured_in_journal(disk: Disk, directory: str, overlay: Overlay, segment
 def store_references(streams: list[StreamRecovery]) -> Counter[bytes]:
     """How many queues refer to each body."""
     return Counter(msg_id for stream in streams for _, msg_id in stream.stored)
-
-
-# -- terms of a clean stop ---------------------------------------------------------------------------------------------
-
-
-def pack_segments(index: QueueIndex) -> list[list[Any]]:
-    """The segments of an index for the terms."""
-    return [
-        [segment.number, segment.live_count, segment.qs_end, b64encode(bytes(segment.live)).decode(), segment.written]
-        for segment in index.segments.values()
-        if segment.live_count
-    ]
-
-
-def unpack_segments(index: QueueIndex, packed: list[list[Any]]) -> None:
-    for number, live_count, qs_end, live, written in packed:
-        segment = index.segment(number)
-        segment.live = bytearray(b64decode(live))
-        segment.live_count = live_count
-        segment.qs_end = qs_end
-        segment.written = written
-        segment.created = True
-
-
-def write_terms(disk: Disk, root: str, terms: dict[str, Any], store_terms: bytes) -> None:
-    """The last act of a clean stop."""
-    text = json.dumps({**terms, "written_at": time.time()}, separators=(",", ":")).encode()
-    data = _TERMS.pack(_TERMS_MAGIC, len(text), len(store_terms)) + text + store_terms
-    disk.replace(os.path.join(root, TERMS_NAME), data + struct.pack("<I", crc32c(data)))
-
-
-def take_terms(disk: Disk, root: str, report: Report) -> tuple[dict[str, Any], bytes] | None:
-    """Read the terms and erase them; None: the last stop was dirty, or they are damaged."""
-    path = os.path.join(root, TERMS_NAME)
-    if not disk.exists(path):
-        return None
-    data = read_whole(disk, path)
-    if not _sound(data):
-        report(path, 0, len(data), -1, "recovery terms do not check out; everything is read again")
-    disk.unlink(path)
-    disk.sync_dir(root)
-    return unpack_terms(data)
-
-
-def _sound(data: bytes) -> bool:
-    return len(data) >= _TERMS.size + 4 and bool(struct.unpack("<I", data[-4:])[0] == crc32c(data[:-4]))
-
-
-def unpack_terms(data: bytes) -> tuple[dict[str, Any], bytes] | None:
-    """The terms of the vhost and those of its message store; None: they are damaged."""
-    if not _sound(data):
-        return None
-    magic, text_length, store_length = _TERMS.unpack_from(data)
-    if magic != _TERMS_MAGIC:
-        return None
-    text = data[_TERMS.size : _TERMS.size + text_length]
-    return json.loads(text), data[_TERMS.size + text_length : _TERMS.size + text_length + store_length]

@@ -39,8 +39,9 @@ _BATCH_MAGIC = b"WQAB"
 _ENTRY = struct.Struct("<HHI")  # slot, kind, value
 _ACK_RUN = 1  # value: how many slots from this one on are acked
 _COUNT = 2  # value: the delivery count of this slot
-# magic, slots written, lowest and highest published-at, payload bytes, CRC of the slots, flags, CRC of sid and these 60 bytes
+# magic, slots written, lowest and highest published-at, body bytes, CRC of the slots, flags, CRC of sid and these 60 bytes
 _TRAILER = struct.Struct("<4sIQQQII20xI")
+_BAD_HEADER = "header of an index segment; its slots are still read"
 _HAS_STORED = 1  # a slot refers to the message store
 _HAS_TRANSIENT = 2  # a slot is of a transient message: it dies with its boot
 _NO_BOOT = 0  # of no transient slot
@@ -100,7 +101,7 @@ class Trailer(NamedTuple):
     written: int
     low: int  # published at, in microseconds
     high: int
-    payload_bytes: int
+    body_bytes: int
     slots_crc: int
     flags: int
 
@@ -114,10 +115,10 @@ class FoundSegment(NamedTuple):
     counts: dict[int, int]  # slot -> delivery count
 
     def live_bytes(self) -> int:
-        """Payload of the live slots."""
+        """Body bytes of the live slots."""
         if self.slots is None:
             assert self.segment.trailer is not None
-            return self.segment.trailer.payload_bytes
+            return self.segment.trailer.body_bytes
         return int(live_bytes(self.slots, self.segment.live))
 
 
@@ -264,6 +265,21 @@ class SegmentFiles:
             at += 1
         return len(data)
 
+    def check_header(self, number: int, report: Report) -> None:
+        """Raises StoreFormatError for a segment of another version. A damaged header is reported; a file that is not there
+        is noticed by who reads it."""
+        path = self.path(number, "qi")
+        try:
+            file = open_to_read(self._disk, path)
+        except FileNotFoundError:
+            return
+        try:
+            data = file.pread(HEADER_BYTES, 0)
+        finally:
+            file.close()
+        if unpack_header(INDEX_MAGIC, data, path) is None:
+            report(path, 0, len(data), -1, _BAD_HEADER)
+
     # -- recovery ----------------------------------------------------------------------------------------------------
 
     def recover(
@@ -284,7 +300,7 @@ class SegmentFiles:
         path = self.path(number, "qi")
         data = read_whole(self._disk, path)
         if unpack_header(INDEX_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
-            report(path, 0, min(len(data), HEADER_BYTES), -1, "header of an index segment; its slots are still read")
+            report(path, 0, min(len(data), HEADER_BYTES), -1, _BAD_HEADER)
         slots = data[HEADER_BYTES : HEADER_BYTES + self.segment_size * SLOT_BYTES]
         slots = slots[: len(slots) // SLOT_BYTES * SLOT_BYTES]
         refs: list[tuple[int, bytes]] = []
@@ -321,18 +337,18 @@ class SegmentFiles:
         refs: list[tuple[int, bytes]] = []
         damaged: list[int] = []
         live = bytearray((self.segment_size + 7) // 8)
-        kept, payload, written, low, high = scan_slots(
+        kept, bodies, written, low, high = scan_slots(
             slots, number * self.segment_size, self.sid, _NO_BOOT, live, refs, damaged
         )
         if written < self.segment_size or damaged:
             return False
         flags = (_HAS_STORED if refs else 0) | (_HAS_TRANSIENT if kept < written else 0)
-        file.pwrite(self.trailer(Trailer(written, low, high, payload, crc32c(slots), flags)), self._slots_end)
+        file.pwrite(self.trailer(Trailer(written, low, high, bodies, crc32c(slots), flags)), self._slots_end)
         return True
 
     def trailer(self, trailer: Trailer) -> bytes:
-        written, low, high, payload, slots_crc, flags = trailer
-        head = _TRAILER.pack(TRAILER_MAGIC, written, low, high, payload, slots_crc, flags, 0)[:-4]
+        written, low, high, bodies, slots_crc, flags = trailer
+        head = _TRAILER.pack(TRAILER_MAGIC, written, low, high, bodies, slots_crc, flags, 0)[:-4]
         return head + struct.pack("<I", self._trailer_crc(head))
 
     def _trailer_crc(self, head: bytes) -> int:
@@ -352,11 +368,11 @@ class SegmentFiles:
         """What stands behind the slots; None: no trailer, or a bad one."""
         if len(data) < _TRAILER.size:
             return None
-        magic, written, low, high, payload, slots_crc, flags, crc = _TRAILER.unpack_from(data)
+        magic, written, low, high, bodies, slots_crc, flags, crc = _TRAILER.unpack_from(data)
         if (
             magic != TRAILER_MAGIC
             or crc != self._trailer_crc(data[: _TRAILER.size - 4])
             or written != self.segment_size
         ):
             return None
-        return Trailer(written, low, high, payload, slots_crc, flags)
+        return Trailer(written, low, high, bodies, slots_crc, flags)

@@ -7,13 +7,16 @@ pending acks, and what is in the journal's place in time.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
+from warren.errors import StorePathError
 from warren.kernel.entry import Entry
 from warren.kernel.journal_codec import RecordBuffer
 from warren.kernel.overlay import LIVE, Overlay
@@ -27,7 +30,54 @@ _LINKED = ("journal", "msg_store_persistent", "queues", "stages")
 _TRANSIENT = ("msg_store_transient",)
 _COPIED = (".vhost",)
 _SKIPPED = ("RESERVE",)
+# Errors that say something about the place of a snapshot, and nothing about the disk.
+_PLACE = (
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.EMLINK,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EXDEV,
+)
 _PASSING = (".tmp", ".damaged", ".part", ".db", ".db-wal", ".db-shm")
+
+
+@contextlib.contextmanager
+def new_snapshot(disk: Disk, target: str) -> Iterator[None]:
+    """Make the directory `target` for a snapshot; if that does not succeed, nothing of it stays. A place that cannot have
+    one is the caller's mistake, and no fault of the store: StorePathError."""
+    with _place_errors(target):
+        if disk.exists(target):
+            raise StorePathError(
+                f"{target} is there already; a snapshot needs a directory that has none of this vhost. Choose another "
+                "one, or remove it"
+            )
+        disk.make_dirs(target)
+    try:
+        with _place_errors(target):
+            yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.remove_tree(target)
+        raise
+
+
+@contextlib.contextmanager
+def _place_errors(target: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _PLACE:
+            raise
+        hint = "; hard links do not go from one filesystem to another" if error.errno == errno.EXDEV else ""
+        raise StorePathError(
+            f"no snapshot can be made in {target}: {error}{hint}. Choose a directory on the disk of the store that this "
+            "process may write to"
+        ) from error
 
 
 def link_store(disk: Disk, root: str, target: str, *, left_out: Container[str] = (), transients: bool = False) -> int:

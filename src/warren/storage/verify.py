@@ -58,7 +58,7 @@ from warren.storage.layout import (
     unpack_header,
 )
 from warren.storage.metadata import Metadata, QueueRecord
-from warren.storage.recovery import _TERMS, _TERMS_MAGIC, TERMS_NAME
+from warren.storage.recovery_terms import TERMS_NAME, TermsDamaged, unpack_terms
 from warren.storage.settings import EngineSettings
 from warren.storage.store_format import (
     DATA_SUFFIX,
@@ -266,18 +266,15 @@ class _Planner(Checker):
             return
         data = self._read(path)
         rebuilt = "the next start reads everything instead"
-        if len(data) < _TERMS.size + 4 or struct.unpack("<I", data[-4:])[0] != crc32c(data[:-4]):
-            self._found(path, 0, len(data), f"recovery terms: the CRC is wrong; {rebuilt}")
-            return
-        magic, text_length, store_length = _TERMS.unpack_from(data)
-        start = _TERMS.size + text_length
-        if magic != _TERMS_MAGIC or start + store_length + 4 != len(data):
-            self._found(path, 0, _TERMS.size, f"recovery terms: the header is wrong; {rebuilt}")
+        try:
+            taken = unpack_terms(data, path)
+        except TermsDamaged as damage:
+            self._found(path, 0, damage.length, f"recovery terms: {damage}; {rebuilt}")
             return
         try:
-            terms = decode_terms(data[start:-4])
+            terms = decode_terms(taken.store)
         except TermsError as error:
-            self._found(path, start, store_length, f"recovery terms: {error}; {rebuilt}")
+            self._found(path, taken.store_offset, len(taken.store), f"recovery terms: {error}; {rebuilt}")
             return
         self.checked.counts["clean stop"] = 1
         for file in terms.files:

@@ -39,7 +39,6 @@ from warren.storage.queue_database import QueueDatabase
 from warren.storage.queue_index import QueueIndex
 from warren.storage.rates import MemoryMonitor
 from warren.storage.recovery import (
-    TERMS_NAME,
     TORN_END,
     JournalReplay,
     ScannedSegment,
@@ -50,9 +49,9 @@ from warren.storage.recovery import (
     scan_segment,
     store_references,
     stream_scans,
-    take_terms,
-    unpack_segments,
 )
+from warren.storage.recovery_terms import TERMS_NAME, erase_terms, read_terms, segment_numbers, unpack_segments
+from warren.storage.segment import SegmentFiles
 from warren.storage.seq_ids import SeqIds
 from warren.storage.settings import EngineSettings
 from warren.storage.sqlite_queue import SqliteQueue
@@ -170,7 +169,7 @@ class VhostOpening:
         journal_directory = os.path.join(self.root, "journal")
         records = [record for record in self.metadata.queues() if record.durable]
         self._prepare_memory(records)
-        taken = self._take_terms()
+        taken = self._take_terms(records)
         indexes: dict[int, QueueIndex] = {}
         replayed: JournalReplay | None = None
         if taken is None:
@@ -292,12 +291,9 @@ class VhostOpening:
             self.committer.commit()
 
     def _index(self, record: QueueRecord, level: int) -> QueueIndex:
-        directory = self._queue_directory(record)
-        if has_levels(record):
-            directory = os.path.join(directory, f"p{level}")
         return QueueIndex(
             self.disk,
-            directory,
+            self._stream_directory(record, level),
             stream_id(record.uid, level),
             segment_size=self.settings.segment_entries,
             boot=self.boot,
@@ -307,12 +303,19 @@ class VhostOpening:
             report=self.report,
         )
 
+    def _stream_directory(self, record: QueueRecord, level: int) -> str:
+        directory = self._queue_directory(record)
+        return os.path.join(directory, f"p{level}") if has_levels(record) else directory
+
     def _queue_directory(self, record: QueueRecord) -> str:
         return os.path.join(self.root, "queues", f"{hashed(record.name)}-{record.uid}")
 
-    def _take_terms(self) -> tuple[dict[str, Any], MessageStore] | None:
+    def _take_terms(self, records: list[QueueRecord]) -> tuple[dict[str, Any], MessageStore] | None:
         """What a clean stop left, and the message store as it was then; None: the start is a dirty one."""
-        taken = take_terms(self.disk, self.root, self.report)
+        taken = read_terms(self.disk, self.root, self.report)
+        if taken is not None:
+            self._check_segments(records, taken.vhost)
+        erase_terms(self.disk, self.root)
         if taken is None:
             return None
         path = os.path.join(self.root, "msg_store_persistent")
@@ -322,14 +325,26 @@ class VhostOpening:
                 path,
                 index=self._store_index(path),
                 sync=self.durability == "fsync",
-                terms=taken[1],
+                terms=taken.store,
                 file_size_limit=self.settings.store_file_bytes,
                 garbage_fraction=self.settings.garbage_fraction,
             )
         except TermsError as error:
             log.warning("the message store does not fit the terms of the last stop; it is read again: %s", error)
             return None
-        return taken[0], store
+        return taken.vhost, store
+
+    def _check_segments(self, records: list[QueueRecord], terms: dict[str, Any]) -> None:
+        """After a clean stop no segment is read until its messages are due: a format that this Warren does not know must
+        not come to light only then. The header of a segment's first file speaks for all three."""
+        for record in records:
+            for level in range(level_count(record)) if backing_kind(record) != "sqlite" else ():
+                size = self.settings.segment_entries
+                files = SegmentFiles(
+                    self.disk, self._stream_directory(record, level), stream_id(record.uid, level), size
+                )
+                for number in segment_numbers(terms["queues"][str(record.uid)]["streams"][str(level)]["segments"]):
+                    files.check_header(number, self.report)
 
     def _open_stores(self, settings: EngineSettings, store: MessageStore | None, found: list[StreamRecovery]) -> None:
         path = os.path.join(self.root, "msg_store_persistent")

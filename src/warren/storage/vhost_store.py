@@ -22,7 +22,7 @@ from warren.errors import (
     MessageTooLargeError,
     StoreFailedError,
 )
-from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, total_size
+from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, body_total
 from warren.kernel.journal_codec import DEDUP, MOST_TARGETS
 from warren.kernel.overlay import LIVE
 from warren.storage import compaction
@@ -35,14 +35,11 @@ from warren.storage.metadata import QueueRecord
 from warren.storage.payload import join_payload
 from warren.storage.priority_queue import PriorityQueue
 from warren.storage.queue_index import QueueIndex
-from warren.storage.recovery import (
-    ScanSegments,
-    pack_segments,
-    write_terms,
-)
+from warren.storage.recovery import ScanSegments
+from warren.storage.recovery_terms import pack_segments, write_terms
 from warren.storage.seq_ids import SeqIds
 from warren.storage.settings import EngineSettings
-from warren.storage.snapshot import dump_transients, link_store, write_manifest
+from warren.storage.snapshot import dump_transients, link_store, new_snapshot, write_manifest
 from warren.storage.sqlite_queue import SqliteQueue
 from warren.storage.stored_queue import StoredQueue, backing_kind, journal_target, level_count
 from warren.storage.variable_queue import VariableQueue
@@ -58,6 +55,8 @@ _SWEEP_SECONDS = 2.0  # between two looks for segments with nothing in them
 _CHECKPOINT_SLACK = 4096  # bytes for headers, carried records and FLOOR
 
 __all__ = ["DURABILITIES", "StoredQueue", "VhostStore"]
+
+_POLITE_SYNCS = 3  # commits that let publishers go on, before one that does not
 
 
 class VhostStore(VhostTransactions):
@@ -187,7 +186,7 @@ class VhostStore(VhostTransactions):
             entries, _ = index.read(cursor, stop, self.settings.load_entries)
             if not entries:
                 break
-            size += total_size(entries)
+            size += body_total(entries)
             stored += sum(entry.flags & (IN_STORE | PERSISTENT) == IN_STORE | PERSISTENT for entry in entries)
             alive += [entry.seq for entry in entries if entry.seq in counts]
             cursor = entries[-1].seq + 1
@@ -414,13 +413,15 @@ class VhostStore(VhostTransactions):
     @contextlib.contextmanager
     def _synced(self) -> Iterator[None]:
         """Hold the lock, with nothing in the journal that is not safe."""
-        while True:
+        for _ in range(_POLITE_SYNCS):
             self.committer.sync()
             with self.lock:
                 self.committer.check()
                 if not self.journal.dirty:
                     yield
                     return
+        with self.committer.sync_and_hold():  # publishers are always quicker: they wait for one commit
+            yield
 
     @contextlib.contextmanager
     def disk_errors(self) -> Iterator[None]:
@@ -512,8 +513,7 @@ class VhostStore(VhostTransactions):
         With `transients` it also has what would not survive a restart: non-durable queues, transient messages. It is for
         readers then: who opens it as a store finds that gone. `queues` are the names to copy; None: all."""
         target = os.path.join(directory, "vhosts", os.path.basename(self.root))
-        with self.quiet(), self.disk_errors():
-            self.disk.make_dirs(target)
+        with self.quiet(), self.disk_errors(), new_snapshot(self.disk, target):
             chosen = [queue for queue in self.queues.values() if queues is None or queue.name in queues]
             if transients:
                 dump_transients(self.disk, target, chosen)

@@ -23,7 +23,8 @@ from warren.pipeline.jobs.division import divide
 from warren.storage.disk import Disk
 from warren.storage.layout import hashed
 from warren.storage.lock import DirectoryLock
-from warren.storage.recovery import TERMS_NAME, ScannedSegment, SegmentScan, scan_segment, unpack_terms
+from warren.storage.recovery import ScannedSegment, SegmentScan, scan_segment
+from warren.storage.recovery_terms import TERMS_NAME, TermsDamaged, unpack_terms
 from warren.storage.settings import EngineSettings
 from warren.storage.store_format import TermsError, decode_terms
 from warren.storage.vhost_store import VhostStore
@@ -114,12 +115,9 @@ def _sound_terms(disk: Disk, root: str) -> bool:
     path = os.path.join(root, TERMS_NAME)
     if not disk.exists(path):
         return False
-    terms = unpack_terms(disk.read(path))
-    if terms is None:
-        return False
     try:
-        decode_terms(terms[1]).check_files(disk, os.path.join(root, _STORE))
-    except TermsError:
+        decode_terms(unpack_terms(disk.read(path), path).store).check_files(disk, os.path.join(root, _STORE))
+    except (TermsDamaged, TermsError):
         return False
     return True
 
