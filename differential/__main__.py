@@ -19,15 +19,13 @@ from typing import Any
 
 from differential import alarms
 from differential.accepted import ACCEPTED, IGNORED_HEADERS
-from differential.compare import Difference, Side, run, shrink, source
+from differential.compare import PATIENT_SECONDS, Difference, Side, run, run_patiently, shrink, source
 from differential.handshakes import ACCEPTED_HANDSHAKES, HANDSHAKES, compare_handshakes
 from differential.programs import CLIENT_METHODS, Program, make
 from differential.rabbit import NoRabbitError, Rabbit, running_rabbit, version
 from differential.tour import ELSEWHERE, NEVER_SENT, TOUR
 from warren.amqp.methods import BY_NAME
 from warren.testing import RunningBroker, running_broker
-
-_PATIENT_SECONDS = 0.1  # a difference has to be there when both were given that much time
 
 
 @contextlib.contextmanager
@@ -46,7 +44,7 @@ def both_sides(broker: RunningBroker, rabbit: Rabbit, settle_seconds: float = 0.
 
 def replay(program: Program) -> None:
     """Run one program, and show everything that both brokers said."""
-    with both_brokers() as brokers, both_sides(*brokers, _PATIENT_SECONDS) as (warren, rabbit):
+    with both_brokers() as brokers, both_sides(*brokers, PATIENT_SECONDS) as (warren, rabbit):
         for step in program:
             print(step.source())
             ours, theirs = warren.do(step), rabbit.do(step)
@@ -72,7 +70,7 @@ def search(programs: int, seed: int, first: int, shrink_seconds: float) -> int:
             if difference is None:
                 continue
             if difference.accepted is None:
-                difference = _again(difference, warren, rabbit)
+                difference = run_patiently(difference.program, warren, rabbit)
                 if difference is None:
                     flaky += 1
                     continue
@@ -140,16 +138,6 @@ def _show_coverage(sent: Counter[str], seen: Counter[str]) -> list[str]:
     for name, reason in NEVER_SENT.items():
         print(f"  {name} is none of them: {reason}")
     return missed
-
-
-def _again(difference: Difference, warren: Side, rabbit: Side) -> Difference | None:
-    """The same, with patience: a machine that was busy is no difference."""
-    quick = warren.settle_seconds
-    warren.settle_seconds = rabbit.settle_seconds = _PATIENT_SECONDS
-    try:
-        return run(difference.program, warren, rabbit)
-    finally:
-        warren.settle_seconds = rabbit.settle_seconds = quick
 
 
 def main() -> int:

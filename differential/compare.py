@@ -29,6 +29,7 @@ from warren.amqp.methods import BY_NAME
 Observation = dict[str, Any]  # "connection 0 channel 1: answers" and the like -> what was seen there
 
 _SIDE_CHANNEL = 900  # of every connection of a program: to ask for its exclusive queues
+PATIENT_SECONDS = 0.1  # a difference has to be there when both were given that much time
 _ANSWER_SECONDS = 3.0
 _MOST_ROUNDS = 40
 _MADE_UP = re.compile(r"amq\.(?:gen|ctag)-[-\w]+|amq\.rabbitmq\.reply-to\.[-\w.+/=]+")
@@ -401,6 +402,16 @@ def run(program: Program, warren: Side, rabbit: Side) -> Difference | None:
         done = program[: position + 1]
         return Difference(done, ours, theirs, explain(done, ours, theirs))
     return None
+
+
+def run_patiently(program: Program, warren: Side, rabbit: Side) -> Difference | None:
+    """The same, with more time for each step: a machine that was busy is no difference."""
+    quick = warren.settle_seconds
+    warren.settle_seconds = rabbit.settle_seconds = PATIENT_SECONDS
+    try:
+        return run(program, warren, rabbit)
+    finally:
+        warren.settle_seconds = rabbit.settle_seconds = quick
 
 
 def _without_tags(seen: Observation) -> Observation:

@@ -67,16 +67,13 @@ def test_a_whole_session_in_one_segment_is_served(tmp_path):
             received += data
 
 
-class Publisher(threading.Thread):
-    """Publishes with confirms, and writes down what was confirmed; reconnects for ever."""
+class Client(threading.Thread):
+    """Works until it is told to stop; reconnects for ever, and counts how often it had to."""
 
-    def __init__(self, broker: Served, vhost: str = "/", queue: str = "q") -> None:
+    def __init__(self, broker: Served, vhost: str) -> None:
         super().__init__(daemon=True)
         self._broker = broker
         self._vhost = vhost
-        self._queue = queue
-        self.confirmed: list[int] = []
-        self.attempted = 0
         self.losses = 0
         self.stopping = threading.Event()
 
@@ -85,16 +82,37 @@ class Publisher(threading.Thread):
             with contextlib.suppress(*LOST):
                 connection = self._broker.connect(self._vhost)
                 channel = connection.channel()
-                channel.queue_declare(self._queue, durable=True)
-                channel.confirm_delivery()
-                while not self.stopping.is_set():
-                    number = self.attempted
-                    self.attempted += 1
-                    channel.basic_publish("", self._queue, b"%d" % number, PERSISTENT)
-                    self.confirmed.append(number)
+                channel.queue_declare("q", durable=True)
+                self.work(channel)
                 connection.close()
                 return
             self.losses += 1
+
+    def work(self, channel: pika.adapters.blocking_connection.BlockingChannel) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.join(60)
+        assert not self.is_alive()
+
+
+class Publisher(Client):
+    """Publishes with confirms, and writes down what was confirmed."""
+
+    def __init__(self, broker: Served, vhost: str, name: str) -> None:
+        super().__init__(broker, vhost)
+        self.name = name
+        self.confirmed: list[int] = []
+        self.attempted = 0
+
+    def work(self, channel: pika.adapters.blocking_connection.BlockingChannel) -> None:
+        channel.confirm_delivery()
+        while not self.stopping.is_set():
+            number = self.attempted
+            self.attempted += 1
+            channel.basic_publish("", "q", f"{self.name}:{number}".encode(), PERSISTENT)
+            self.confirmed.append(number)
 
     def until(self, count: int) -> None:
         deadline = time.monotonic() + 60
@@ -104,16 +122,47 @@ class Publisher(threading.Thread):
             time.sleep(0.002)
 
 
-def drain(broker: Served, queue: str, vhost: str = "/") -> list[tuple[int, bool]]:
-    connection = broker.connect(vhost)
-    channel = connection.channel()
-    found = []
-    while True:
-        method, _, body = channel.basic_get(queue, auto_ack=True)
-        if method is None:
-            connection.close()
-            return found
-        found.append((int(body), method.redelivered))
+class Consumer(Client):
+    """Acks what it gets, a few at once, and writes down everything: who published it, its number, whether redelivered."""
+
+    def __init__(self, broker: Served, vhost: str) -> None:
+        super().__init__(broker, vhost)
+        self.got: list[tuple[str, int, bool]] = []
+
+    def work(self, channel: pika.adapters.blocking_connection.BlockingChannel) -> None:
+        channel.basic_qos(prefetch_count=20)
+        for method, _, body in channel.consume("q", inactivity_timeout=0.05):
+            if method is not None:
+                self.note(method, body)
+                if method.delivery_tag % 3 == 0:
+                    channel.basic_ack(method.delivery_tag, multiple=True)
+            if self.stopping.is_set():
+                return
+
+    def note(self, method: pika.spec.Basic.Deliver, body: bytes) -> None:
+        name, _, number = body.partition(b":")
+        self.got.append((name.decode(), int(number), method.redelivered))
+
+    def take_the_rest(self) -> None:
+        """What was not acked, and is ready again when the consumer is gone."""
+        connection = self._broker.connect(self._vhost)
+        channel = connection.channel()
+        while True:
+            method, _, body = channel.basic_get("q", auto_ack=True)
+            if method is None:
+                break
+            self.note(method, body)
+        connection.close()
+
+    def check(self, publisher: Publisher) -> None:
+        """Nothing that was confirmed is lost, order is kept, and what came twice was flagged."""
+        seen: dict[int, int] = {}
+        for name, number, redelivered in self.got:
+            if name == publisher.name:
+                assert number not in seen or redelivered, f"{name}:{number} came again as if it were new"
+                seen.setdefault(number, len(seen))
+        assert set(publisher.confirmed) <= set(seen)
+        assert list(seen) == sorted(seen), "each came first in the order of its publisher"
 
 
 @pytest.mark.timeout(900)
@@ -124,31 +173,37 @@ def test_kill_9_loses_nothing_that_was_confirmed_and_others_do_not_notice(
     kills = scale.scale(20)
     chance = random.Random(seed)
     with served(tmp_path / "data", vhosts=("other",), WARREN_VHOST_MAX_RESTARTS="1000") as broker:
-        publisher = Publisher(broker)
-        bystander = Publisher(broker, "other")
-        publisher.start()
-        bystander.start()
+        publishers = [Publisher(broker, "/", "one"), Publisher(broker, "/", "two")]
+        consumer = Consumer(broker, "/")
+        bystanders = [Publisher(broker, "other", "bystander"), Consumer(broker, "other")]
+        clients: list[Client] = [*publishers, consumer, *bystanders]
+        for client in clients:
+            client.start()
         for _ in range(kills):
-            publisher.until(chance.randrange(5, 60))
+            publishers[0].until(chance.randrange(5, 60))
             if victim == "vhost":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(broker.vhost_pid(), signal.SIGKILL)
             else:
                 broker.kill_node()
                 broker.start()
-        publisher.until(20)
-        bystander.until(20)
-        for one in (publisher, bystander):
-            one.stopping.set()
-            one.join(30)
+        for publisher in (*publishers, bystanders[0]):
+            assert isinstance(publisher, Publisher)
+            publisher.until(20)
+        for client in clients:
+            client.stop()
         if victim == "vhost":
-            assert bystander.losses == 0
-        for vhost, one in (("/", publisher), ("other", bystander)):
-            found = [number for number, _ in drain(broker, "q", vhost)]
-            assert set(one.confirmed) <= set(found)
-            assert found == sorted(set(found)), "in order, and none twice"
+            assert [client.losses for client in bystanders] == [0, 0]
+        for one, many in ((consumer, publishers), (bystanders[1], bystanders[:1])):
+            assert isinstance(one, Consumer)
+            one.take_the_rest()
+            for publisher in many:
+                assert isinstance(publisher, Publisher)
+                one.check(publisher)
         record_property("kills", kills)
-        record_property("confirmed", len(publisher.confirmed))
+        record_property("confirmed", sum(len(publisher.confirmed) for publisher in publishers))
+        record_property("consumed", len(consumer.got))
+        record_property("redelivered", sum(redelivered for _, _, redelivered in consumer.got))
 
 
 def test_a_vhost_that_keeps_failing_stays_down_and_says_so(tmp_path):
