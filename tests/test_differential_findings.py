@@ -308,3 +308,14 @@ def test_a_reply_does_not_wait_for_the_transaction_that_it_is_in(broker):
         wire.publish(2, b"copy", {"headers": {"CC": [request.properties["reply_to"]]}}, routing_key="nowhere")
         assert wire.wait(lambda event: event.name == "basic.deliver", start=0).body == b"answer"
         assert wire.wait(lambda event: event.body == b"copy", start=0).name == "basic.deliver"
+
+
+def test_dead_letters_that_are_on_their_way_count_for_a_queue_that_rejects(side):
+    """One after the other, and faster than they are committed."""
+    letters = {"x-message-ttl": 0, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "q2"}
+    do(side, Step("queue.declare", {"queue": "q1", "arguments": letters}))
+    limit = {"x-max-length": 2, "x-overflow": "reject-publish"}
+    do(side, Step("queue.declare", {"queue": "q2", "durable": True, "arguments": limit}))
+    assert do(side, publish(times=20, headers={"a": 1}))["queue q2"] == (2, 0)
+    do(side, Step("queue.purge", {"queue": "q2"}))
+    assert do(side, publish(to="q2", times=3))["queue q2"] == (2, 0)

@@ -395,7 +395,8 @@ class Channel(Declarations):
             receiver = self._consumers[consumer]
             if receiver is not None:
                 self._queues[queue].relieve(receiver, len(merged[queue, consumer]))
-            self._queues[queue].requeue(sorted(merged[queue, consumer]))
+            with contextlib.suppress(QueueCrashed):  # then they are ready again by its restart
+                self._queues[queue].requeue(sorted(merged[queue, consumer]))
 
     def _tag_of(self, consumer: int) -> str:
         receiver = self._consumers[consumer]
@@ -403,14 +404,16 @@ class Channel(Declarations):
 
     def _settle(self, queue: int, consumer: int, seqs: list[int], how: str) -> None:
         owner = self._queues[queue]
-        if how == "ack":
-            self.statistics.queue(owner.name).ack += len(seqs)
-            owner.ack(seqs)
-        else:
-            owner.reject(seqs)
-        receiver = self._consumers[consumer]
-        if receiver is not None:
-            owner.settled(receiver, len(seqs))
+        # What a queue that failed has forgotten comes again, as redelivered; settlements of other queues go on.
+        with contextlib.suppress(QueueCrashed):
+            if how == "ack":
+                self.statistics.queue(owner.name).ack += len(seqs)
+                owner.ack(seqs)
+            else:
+                owner.reject(seqs)
+            receiver = self._consumers[consumer]
+            if receiver is not None:
+                owner.settled(receiver, len(seqs))
 
     def _made_room(self) -> None:
         if self.global_prefetch:
@@ -420,7 +423,8 @@ class Channel(Declarations):
         """The channel may have room again."""
         for consumer in list(self.consumers.values()):
             if consumer.queue is not None and consumer.blocked:
-                consumer.queue.unblock(consumer)
+                with contextlib.suppress(QueueCrashed):  # the consumer is told
+                    consumer.queue.unblock(consumer)
 
     def _nack(self, tag: int, multiple: bool, requeue: bool) -> None:
         how = "requeue" if requeue else "reject"
@@ -511,7 +515,8 @@ class Channel(Declarations):
         source.consume(consumer)
         if not nowait:
             self.reply("basic.consume-ok", consumer_tag=tag)
-        source.run()
+        with contextlib.suppress(QueueCrashed):  # the consumer is told
+            source.run()
 
     def _consume_replies(self, tag: str, no_ack: bool, nowait: bool) -> None:
         if not no_ack:
@@ -532,7 +537,8 @@ class Channel(Declarations):
         if not nowait:
             self.reply("basic.cancel-ok", consumer_tag=consumer_tag)
         if consumer is not None and consumer.queue is not None:
-            consumer.queue.cancel(consumer)
+            with contextlib.suppress(QueueCrashed):
+                consumer.queue.cancel(consumer)
 
     def basic_cancel_ok(self, consumer_tag: str) -> None:
         """A client's answer to a cancel of ours, which asked for none."""

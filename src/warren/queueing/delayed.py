@@ -9,6 +9,7 @@ When its time has come a message is published to its targets and acked here in o
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import struct
@@ -18,8 +19,12 @@ from typing import Any, Protocol
 
 import lmdb
 
+from warren.errors import WarrenError
 from warren.kernel.entry import PERSISTENT, Entry
+from warren.queueing.queue_process import QueueCrashed
 from warren.storage.vhost_store import StoredQueue, VhostStore
+
+log = logging.getLogger("warren.queueing")
 
 PREFIX = "amq.delayed/"  # of the hidden queues' names
 _KEY = struct.Struct(">QQ")
@@ -51,6 +56,7 @@ class TimeTable:
     def __init__(self, path: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
         self._environment = lmdb.open(path, map_size=_MAP_BYTES, sync=False, metasync=False, lock=False)
+        self._rows = self._environment.open_db()
 
     def put_many(self, rows: list[tuple[int, int]]) -> None:
         with self._environment.begin(write=True) as transaction:
@@ -72,6 +78,10 @@ class TimeTable:
                     break
                 rows.append((due, seq))
         return rows
+
+    def clear(self) -> None:
+        with self._environment.begin(write=True) as transaction:
+            transaction.drop(self._rows, delete=False)
 
     def next_due(self) -> int | None:
         with self._environment.begin() as transaction:
@@ -130,8 +140,24 @@ class DelayedQueue:
     def __len__(self) -> int:
         return len(self._table)
 
+    def _begin_anew(self, error: Exception) -> None:
+        """Something in memory went wrong: from what is on disk again, as every queue."""
+        log.error("the messages that wait before exchange %r failed and are restarted", self.exchange, exc_info=error)
+        self.stored = self._store.restart_queue(self.stored.name)
+        self._table.clear()
+        self._recover()
+
     def add(self, entry: Entry, due: int) -> bool:
         """Hold a message until `due` (microseconds); whether a confirm has to wait for a commit."""
+        try:
+            return self._add(entry, due)
+        except WarrenError:
+            raise
+        except Exception as error:
+            self._begin_anew(error)
+            raise QueueCrashed(self.stored.name) from error
+
+    def _add(self, entry: Entry, due: int) -> bool:
         backing = self.stored.backing
         if not self.stored.seqs.available(1):
             self._store.reserve(self.stored, 1)
@@ -150,8 +176,14 @@ class DelayedQueue:
 
     def arrived(self, entries: list[Entry]) -> None:
         """Messages came by a transaction, ready and with their due time as `expiry`: they wait from now on."""
-        with self._store.lock:
-            self.stored.backing.drop(len(entries), ack_required=True)
+        try:
+            with self._store.lock:
+                self.stored.backing.drop(len(entries), ack_required=True)
+        except WarrenError:
+            raise
+        except Exception as error:
+            self._begin_anew(error)  # with these
+            return
         self._table.put_many([(entry.expiry, entry.seq) for entry in entries])
         self._set_timer()
 
@@ -173,10 +205,15 @@ class DelayedQueue:
         rows = self._table.first(_MOST_AT_ONCE, time.time_ns() // 1000)
         if rows:
             found: list[Entry] = []
-            with self._store.lock:
-                self.stored.backing.ackfold(lambda entry, _: found.append(entry), None, [seq for _, seq in rows])
-            self._table.remove_many(rows)
-            self._fire(self.exchange, self.stored, found)
+            try:
+                with self._store.lock:
+                    self.stored.backing.ackfold(lambda entry, _: found.append(entry), None, [seq for _, seq in rows])
+                self._table.remove_many(rows)
+                self._fire(self.exchange, self.stored, found)
+            except WarrenError:
+                raise
+            except Exception as error:
+                self._begin_anew(error)
         self._set_timer()
 
     def close(self) -> None:

@@ -98,6 +98,8 @@ class QueueProcess:
     __slots__ = (  # ten thousand queues are not rare
         "__weakref__",
         "_backing",
+        "_coming",
+        "_coming_bytes",
         "_expiring",
         "_expiry_due",
         "_expiry_timer",
@@ -160,6 +162,7 @@ class QueueProcess:
         self._expiry_due = 0
         self._unused_timer: Cancellable | None = None
         self._running = False
+        self._coming = self._coming_bytes = 0  # by transactions that are not committed
         self.consumers = Consumers(single_active=arguments.single_active_consumer)
         self.apply(arguments)
 
@@ -189,21 +192,39 @@ class QueueProcess:
     def exclusive(self) -> bool:
         return self.exclusive_to is not None
 
+    @_guarded
     def __len__(self) -> int:
         return len(self._backing)
 
     @property
+    @_guarded
     def unacknowledged(self) -> int:
         return self._backing.pending_count
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
+    @_guarded
     def has_room(self, count: int, size: int) -> bool:
         """Is there room for so many messages and bytes more?"""
         most, most_bytes = self.arguments.max_length, self.arguments.max_length_bytes
-        return (most is None or len(self._backing) + count <= most) and (
-            most_bytes is None or self._backing.ready_bytes() + size <= most_bytes
-        )
+        there, there_bytes = self.filled()
+        return (most is None or there + count <= most) and (most_bytes is None or there_bytes + size <= most_bytes)
+
+    def filled(self) -> tuple[int, int]:
+        """Messages and bytes that count for a limit that rejects: ready ones, and those on their way by a transaction."""
+        with self._lock:
+            return len(self._backing) + self._coming, self._backing.ready_bytes() + self._coming_bytes
+
+    def expect(self, entries: list[Entry]) -> None:
+        """They are on their way by a transaction, as dead letters are."""
+        with self._lock:
+            self._coming += len(entries)
+            self._coming_bytes += sum(entry.body_size for entry in entries)
+
+    def came(self, entries: list[Entry]) -> None:
+        """They are ready, or will not come. With the engine's lock, by whoever made them ready."""
+        self._coming -= len(entries)
+        self._coming_bytes -= sum(entry.body_size for entry in entries)
 
     @_guarded
     def admit(self, entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
@@ -226,7 +247,7 @@ class QueueProcess:
             return entries, []
         self.expire()
         most, most_bytes = self.arguments.max_length, self.arguments.max_length_bytes
-        count, size = len(self._backing), self._backing.ready_bytes()
+        count, size = self.filled()
         taken: list[Entry] = []
         rejected: list[Entry] = []
         for entry in entries:
@@ -511,6 +532,7 @@ class QueueProcess:
         self.consumers.add(consumer)
         self._stop_unused_timer()
 
+    @_guarded
     def cancel(self, consumer: Consumer) -> None:
         """It gets nothing more. The last one takes an auto-delete queue with it."""
         if not self.consumers.remove(consumer):
@@ -621,6 +643,7 @@ class QueueProcess:
             self.consumers.remove(consumer)
             consumer.receiver.cancelled(consumer)
 
+    @_guarded
     def info(self) -> dict[str, Any]:
         """For the status page and, later, the management API; RabbitMQ's names."""
         with self._lock:

@@ -144,8 +144,12 @@ class VhostStore(VhostTransactions):
                 self.metadata.delete_queue(queue.uid)
                 self.metadata.end_group()  # before its files go
             del self.queues[name]
-            count = len(queue.backing)
-            queue.backing.delete_and_terminate()
+            try:
+                count = len(queue.backing)
+                queue.backing.delete_and_terminate()
+            except Exception:  # its files go, whatever is wrong in memory; the next start counts references anew
+                log.exception("queue %r in vhost %r failed while it was deleted", name, self.vhost)
+                count = 0
             self._to_trash(queue.directory)
         self._empty_trash()
         return count
@@ -245,9 +249,11 @@ class VhostStore(VhostTransactions):
         publishing_id: int = 0,
         times_to_live: list[int] | None = None,
         wake: bool = True,
+        failed: Callable[[StoredQueue, Exception], None] | None = None,
     ) -> list[Entry]:
         """One message to many queues: one body, one journal record. Its entries, one for each queue. Without `wake` the
-        caller sees to its commit.
+        caller sees to its commit. `failed` is told, at the end, of queues that could not take it; they find it when they are
+        built anew from what is on disk.
 
         `times_to_live` are the queues' own, in microseconds; below 0: none."""
         for queue in queues:
@@ -282,10 +288,19 @@ class VhostStore(VhostTransactions):
                     for queue in queues:
                         key = f"{queue.uid}:{producer}"
                         self.ledger.note(DEDUP, key, publishing_id, self.journal.buffer.file)
+            failures = []
             for queue, entry in zip(queues, entries, strict=True):
-                queue.backing.accept([entry])
+                try:
+                    queue.backing.accept([entry])
+                except Exception as error:
+                    if failed is None:
+                        raise
+                    failures.append((queue, error))
         if wake:
             self.wake()
+        for queue, why in failures:
+            assert failed is not None
+            failed(queue, why)
         return entries
 
     def _append_fanout(

@@ -204,10 +204,14 @@ class VhostTransactions(VhostOpening):
                 self.journal.buffer.begin_group()
                 state = self.lease(lease)
                 self.ledger.put(LEASE, lease, {**state, "floor": max(state["floor"], upto)})
-                for checkout in due:
-                    self.ledger.put(CHECKOUT, f"{lease}/{checkout.number}", None)
-                    for uid in {sid >> 8 for sid in checkout.ranges}:
-                        if uid in by_uid:
-                            settled += by_uid[uid].backing.settle(checkout.ranges, requeue)
+                try:
+                    for checkout in due:
+                        self.ledger.put(CHECKOUT, f"{lease}/{checkout.number}", None)
+                        for uid in {sid >> 8 for sid in checkout.ranges}:
+                            if uid in by_uid:
+                                settled += by_uid[uid].backing.settle(checkout.ranges, requeue)
+                except BaseException as error:  # half a group: only recovery helps
+                    self.committer.fail(error)
+                    raise
                 self.journal.buffer.end_group()
         return settled

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from warren.kernel.entry import PERSISTENT, Entry, copy_entries
 from warren.queueing.arrival import Arrival
 from warren.queueing.queue_process import QueueCrashed, QueueProcess
+from warren.storage.stored_queue import StoredQueue
 
 if TYPE_CHECKING:
     from warren.vhost.vhost import Vhost
@@ -78,9 +79,12 @@ class Arrivals:
             return
         due = time.time_ns() // 1000 + arrival.delay_ms * 1000
         for copy in copy_entries(arrival.entries):
-            if delayed.add(copy, due):
-                arrival.journaled = True
-                self._vhost.wake()
+            try:
+                if delayed.add(copy, due):
+                    arrival.journaled = True
+                    self._vhost.wake()
+            except QueueCrashed:
+                arrival.rejected += arrival.entries
 
     def _copy_to(self, queue: QueueProcess, arrival: Arrival) -> None:
         copies = copy_entries(arrival.entries) if len(arrival.names) > 1 else arrival.entries
@@ -90,6 +94,11 @@ class Arrivals:
             gone = set(map(id, rejected))
             pairs = zip(arrival.entries, copies, strict=True)
             arrival.rejected += [entry for entry, copy in pairs if id(copy) in gone]
+
+    def _failed(self, stored: StoredQueue, error: Exception) -> None:
+        queue = self._vhost.queues.get(stored.name)
+        if queue is not None:
+            self._vhost.queue_crashed(queue, error)
 
     def _fan_out(self, arrival: Arrival, entry: Entry) -> None:
         targets = self._targets(arrival)
@@ -113,10 +122,12 @@ class Arrivals:
                 producer=arrival.producer,
                 publishing_id=arrival.publishing_id,
                 wake=False,
+                failed=self._failed,
             )
             for queue, copy in zip(room, made, strict=True):
-                with contextlib.suppress(QueueCrashed):  # the message is its own by now
-                    queue.accept([copy])
+                if not queue.deleted:  # else it failed, and has found the message when it began anew
+                    with contextlib.suppress(QueueCrashed):  # the message is its own by now
+                        queue.accept([copy])
         arrival.journaled = True
         if full:
             arrival.rejected.append(entry)

@@ -94,7 +94,7 @@ class DataRequests:
         self, permissions: Permissions, *, queues: list[str] | None = None, pattern: str | None = None
     ) -> dict[str, Any]:
         """Everything that is known of the queues that the user may read."""
-        return {"queues": [queue.info() for queue in choose(self._vhost, permissions, queues, pattern).values()]}
+        return {"queues": self._vhost.queue_infos(choose(self._vhost, permissions, queues, pattern).values())}
 
     def _connections(self, permissions: Permissions) -> dict[str, Any]:
         """The user's own."""

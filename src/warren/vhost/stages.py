@@ -120,7 +120,7 @@ class _Group:
     def _has_room(self, queue: QueueProcess, copy: Entry) -> bool:
         """Does a queue that rejects take one more, besides those on their way? What never fits waits for an empty queue."""
         count, size = self._under_way.get(queue, (0, 0))
-        if not queue.has_room(count + 1, size + copy.body_size) and (count or len(queue)):
+        if not queue.has_room(count + 1, size + copy.body_size) and (count or queue.filled()[0]):
             return False
         self._under_way[queue] = (count + 1, size + copy.body_size)
         return True

@@ -245,8 +245,9 @@ class Vhost:
         for queue in list(self.queues.values()):
             arguments = self._effective(queue.stored)
             if arguments != queue.arguments:
-                queue.apply(arguments)
-                queue.expire()
+                with contextlib.suppress(QueueCrashed):
+                    queue.apply(arguments)
+                    queue.expire()
         for name in list(self.router.exchanges):
             self._apply_to_exchange(name)
 
@@ -473,9 +474,11 @@ class Vhost:
         copy.level = min(priority_of(head) or 0, target.highest)
         if target.ttl_us >= 0:
             copy.expiry = now + target.ttl_us
-        # A queue that rejects counts those that are on their way with it; the others take everything.
-        before = move.arriving.get(target, []) if target.arguments.overflow != "drop-head" else []
-        if not target.admit([*before, copy])[1]:
+        rejected: list[Entry] = []
+        with contextlib.suppress(QueueCrashed):  # it begins anew, and takes this one
+            rejected = target.admit([copy])[1]
+        if not rejected:
+            target.expect([copy])
             move.arriving.setdefault(target, []).append(copy)
 
     def _do(self, move: _Move) -> None:
@@ -484,6 +487,8 @@ class Vhost:
             return
 
         def committed() -> None:  # by the thread of the commits, with the engine's lock
+            for target, entries in move.arriving.items():
+                target.came(entries)
             self._loop.call_soon_threadsafe(self._moved, move)
 
         with self.store.lock:
@@ -491,6 +496,8 @@ class Vhost:
             # has taken them with it; a target may have been restarted, or be gone.
             known = self.store.queues
             if any(known.get(queue.name) is not queue for queue, _ in move.acks):
+                for target, entries in move.arriving.items():
+                    target.came(entries)
                 return
             targets = [(queue.stored, entries) for queue, entries in move.arriving.items()]
             targets += [(delayed.stored, entries) for delayed, entries in move.delayed.items()]
@@ -508,8 +515,9 @@ class Vhost:
     def _moved(self, move: _Move) -> None:
         if self.stopped:
             return
-        for queue, entries in move.arriving.items():
-            if not queue.deleted:
+        for target, entries in move.arriving.items():
+            queue = self.queues.get(target.name)  # perhaps restarted meanwhile
+            if queue is not None and queue.stored.uid == target.stored.uid:
                 with contextlib.suppress(QueueCrashed):  # they are its own by now
                     queue.accept(entries)
         for delayed, entries in move.delayed.items():
@@ -526,6 +534,8 @@ class Vhost:
         done: Callable[[], None],
     ) -> None:
         """Messages to queues and to delayed exchanges, and a value of the ledger, as one."""
+        for queue, entries in arriving.items():
+            queue.expect(entries)
         self._do(_Move(arriving=arriving, delayed=delayed, state=state, done=done))
 
     # -- delays ------------------------------------------------------------------------------------------------------
@@ -574,8 +584,17 @@ class Vhost:
             "connections": len(self.connections),
             "channels": sum(len(connection.channels) for connection in self.connections),
             "alarms": sorted(self.alarms),
-            "queues": [queue.info() for queue in self.queues.values()],
+            "queues": self.queue_infos(self.queues.values()),
         }
+
+    @staticmethod
+    def queue_infos(queues: Iterable[QueueProcess]) -> list[dict[str, Any]]:
+        """Of those that can say it: one that fails here begins anew, and is in the next answer."""
+        found = []
+        for queue in list(queues):
+            with contextlib.suppress(QueueCrashed):
+                found.append(queue.info())
+        return found
 
 
 async def close_connections(vhosts: Iterable[Vhost], why: str = "") -> None:
