@@ -44,10 +44,10 @@ class FakeBroker:
         self.epoch = 0
         self.holder: str | None = None
         self.held = 0  # how often leases/open is refused
-        self.stages: dict[str, list[tuple[bytes, bytes, str]]] = {}
+        self.stages: dict[str, list[tuple[bytes, bytes]]] = {}
         self.uploads = 0
         self.decided: dict[str, list[str]] = defaultdict(list)
-        self.published: list[tuple[bytes, bytes, str]] = []
+        self.published: list[tuple[bytes, bytes]] = []
         self.dropped: list[str] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.authorizations: set[str] = set()
@@ -166,9 +166,9 @@ class FakeBroker:
     def stage(self, query: dict[str, str], batches: list[pa.RecordBatch]) -> dict[str, Any]:
         self.uploads += 1
         name = f"{query['writer']}:{query['batch']}:{query['partition']}:{query['attempt']}:{self.uploads}"
-        rows = [(row["head"], row["body"], row["exchange"]) for batch in batches for row in batch.to_pylist()]
+        rows = [(row["head"], row["body"]) for batch in batches for row in batch.to_pylist()]
         self.stages[name] = rows
-        return {"name": name, "count": len(rows), "bytes": sum(len(body) for _, body, _ in rows)}
+        return {"name": name, "count": len(rows), "bytes": sum(len(body) for _, body in rows)}
 
     def stages_decide(self, writer: str, batch: str, stages: list[str], **_: Any) -> dict[str, Any]:
         duplicate = batch in self.decided[writer]

@@ -590,7 +590,7 @@ def test_a_query_of_a_released_lease_does_not_fit_a_new_one_of_its_name(channel,
     assert len(rows_of(ask, new, 1, 1)) == 6
 
 
-def test_the_row_decides_where_it_goes_and_not_what_is_said_of_it(running, channel, ask):
+def test_the_head_of_a_row_decides_where_it_goes_and_who_may_send_it_there(running, channel, ask):
     """A user who may write to one exchange stages rows whose heads name others."""
     import pyarrow as pa
 
@@ -603,13 +603,38 @@ def test_the_row_decides_where_it_goes_and_not_what_is_said_of_it(running, chann
     eve = Client(running.http_url, "eve", "pw")
     opened = eve("stages/open", vhost="/", writer="w", batch="0")
     head = build_head("", "orders", {"delivery_mode": 2})
-    rows = pa.RecordBatch.from_pydict({"head": [head], "body": [b"smuggled"], "exchange": ["mine"]})
+    rows = pa.RecordBatch.from_pydict(
+        {"head": pa.array([head], pa.binary()).dictionary_encode(), "body": [b"smuggled"]}
+    )
     with BrokerClient(running.http_url) as client:
         query = {"batch": "0", "partition": 0, "attempt": 0}
         staged = client.upload(opened["data_url"], "/stages", opened["ticket"], [rows], query)
     status, answer = eve.ask("stages/decide", vhost="/", writer="w", batch="0", stages=[staged["name"]])
     assert (status, answer["error"]) == (403, "forbidden")
     assert drain(channel) == []
+
+
+@pytest.mark.parametrize("columns", ["other", "null head", "null in the dictionary", "null body"])
+def test_rows_that_are_none_are_not_staged(running, ask, columns):
+    import pyarrow as pa
+
+    from warren.pipeline.broker_client import BrokerClient
+    from warren.pipeline.errors import BrokerError
+
+    head = pa.array([b"head"], pa.binary()).dictionary_encode()
+    bodies = pa.array([None if columns == "null body" else b"body"], pa.binary())
+    if columns == "null head":
+        head = pa.array([None], pa.binary()).dictionary_encode()
+    elif columns == "null in the dictionary":
+        head = pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), pa.array([None], pa.binary()))
+    elif columns == "other":
+        head = head.dictionary_decode()
+    rows = pa.RecordBatch.from_arrays([head, bodies], ["head", "body"])
+    opened = ask("stages/open", vhost="/", writer="w", batch="0")
+    query = {"batch": "0", "partition": 0, "attempt": 0}
+    with BrokerClient(running.http_url) as client, pytest.raises(BrokerError, match="to be staged") as refused:
+        client.upload(opened["data_url"], "/stages", opened["ticket"], [rows], query)
+    assert refused.value.code == "bad_request"
 
 
 def test_a_ticket_of_one_queue_does_not_read_the_journal_records_of_another(running, channel, ask):

@@ -10,6 +10,7 @@ import glob
 import json
 import os
 import pickle
+import struct
 import tempfile
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ import warren.pipeline
 from tests.broker_clients import unique
 from tests.fake_pipeline_broker import FakeBroker, fake_broker
 from tests.spark_session import spark  # noqa: F401
+from warren.kernel.stage_codec import decode_stage, encode_stage
 from warren.pipeline import sink
 from warren.pipeline.amqp_rows import MOST_BATCH_BYTES, MessageEncoder, check_columns
 from warren.pipeline.broker_client import BrokerClient, Credentials
@@ -52,14 +54,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully suppo
 BODIES = StructType().add("body", BinaryType())
 
 
-def encoded(encoder: MessageEncoder, **columns: Any) -> list[tuple[Any, bytes, str]]:
-    """Rows of these columns as decoded heads, bodies and exchanges."""
+def encoded(encoder: MessageEncoder, **columns: Any) -> list[tuple[Any, bytes]]:
+    """Rows of these columns as decoded heads and bodies."""
     rows = pa.RecordBatch.from_pydict(columns)
-    return [
-        (decode_head(row["head"]), row["body"], row["exchange"])
-        for out in encoder.encode(rows)
-        for row in out.to_pylist()
-    ]
+    return [(decode_head(row["head"]), row["body"]) for out in encoder.encode(rows) for row in out.to_pylist()]
 
 
 # ---- rows to messages ----
@@ -67,10 +65,10 @@ def encoded(encoder: MessageEncoder, **columns: Any) -> list[tuple[Any, bytes, s
 
 def test_a_row_with_only_a_body_is_a_persistent_message_to_where_the_options_say() -> None:
     found = encoded(MessageEncoder("x", "k"), body=["a", "b"])
-    assert [(head.exchange, head.routing_key, head.properties) for head, _, _ in found] == [
+    assert [(head.exchange, head.routing_key, head.properties) for head, _ in found] == [
         ("x", "k", {"delivery_mode": 2})
     ] * 2
-    assert [(body, exchange) for _, body, exchange in found] == [(b"a", "x"), (b"b", "x")]
+    assert [body for _, body in found] == [b"a", b"b"]
 
 
 def test_every_property_has_a_column_and_a_null_is_not_set() -> None:
@@ -94,7 +92,7 @@ def test_every_property_has_a_column_and_a_null_is_not_set() -> None:
         "headers": pa.array([[("a", "1"), ("b", "2")], None], pa.map_(pa.string(), pa.string())),
         "routing_key": ["k", None],
     }
-    (first, _, _), (second, _, _) = encoded(MessageEncoder(), body=[b"a", b"b"], **columns)
+    (first, _), (second, _) = encoded(MessageEncoder(), body=[b"a", b"b"], **columns)
     assert first.properties == {
         **{name: name.upper() for name in texts},
         "priority": 7,
@@ -109,7 +107,7 @@ def test_every_property_has_a_column_and_a_null_is_not_set() -> None:
 
 def test_headers_keep_numbers_and_an_expiration_may_be_one() -> None:
     headers = pa.array([[("n", 3)]], pa.map_(pa.string(), pa.int64()))
-    ((head, _, _),) = encoded(MessageEncoder("x"), body=[b""], headers=headers, expiration=[5000])
+    ((head, _),) = encoded(MessageEncoder("x"), body=[b""], headers=headers, expiration=[5000])
     assert head.properties["headers"] == {"n": 3}
     assert head.properties["expiration"] == "5000"
 
@@ -122,13 +120,13 @@ def test_each_combination_of_properties_is_encoded_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "build_head", lambda x, k, p: built.append(k) or build_head(x, k, p))
     keys = ["a", "b", "c"] * 1000
     found = encoded(MessageEncoder("x"), body=[b""] * 3000, routing_key=keys, priority=[1] * 3000)
-    assert [head.routing_key for head, _, _ in found] == keys
+    assert [head.routing_key for head, _ in found] == keys
     assert built == ["a", "b", "c"]
 
 
 def test_options_count_for_all_rows_over_columns() -> None:
-    ((head, _, exchange),) = encoded(MessageEncoder("x", "k"), body=[b""], exchange=["other"], routing_key=["other"])
-    assert (head.exchange, head.routing_key, exchange) == ("x", "k", "x")
+    ((head, _),) = encoded(MessageEncoder("x", "k"), body=[b""], exchange=["other"], routing_key=["other"])
+    assert (head.exchange, head.routing_key) == ("x", "k")
 
 
 def test_large_rows_are_sent_in_small_batches() -> None:
@@ -137,6 +135,76 @@ def test_large_rows_are_sent_in_small_batches() -> None:
     assert sum(out.num_rows for out in MessageEncoder("x").encode(rows)) == 21
     assert max(sizes[:-1]) <= MOST_BATCH_BYTES + 1000
     assert sizes[-1] > 9_000_000, "one that is larger is alone"
+
+
+def test_a_batch_that_is_divided_has_in_each_part_only_the_heads_of_that_part() -> None:
+    ids = [f"{number:0>250}" for number in range(40_000)]
+    made = list(MessageEncoder("x").encode(pa.RecordBatch.from_pydict({"body": ids, "message_id": ids})))
+    assert len(made) > 4
+    assert [len(out.column("head").dictionary) for out in made] == [out.num_rows for out in made]
+    rows = [row for out in made for row in out.to_pylist()]
+    assert [decode_head(row["head"]).properties["message_id"] for row in rows] == ids
+    assert [row["body"].decode() for row in rows] == ids
+
+
+def test_combinations_of_values_are_told_apart_also_where_single_values_repeat() -> None:
+    moment = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.UTC)
+    rows = [
+        (exchange, key, priority, time_)
+        for exchange in ("a", "b", None)
+        for key in ("k", "l")
+        for priority in (None, 1, 2)
+        for time_ in (moment, None)
+    ] * 3
+    exchanges, keys, priorities, times = zip(*rows, strict=True)
+    columns = {"exchange": exchanges, "routing_key": keys, "priority": priorities}
+    times = pa.array(times, pa.timestamp("us", tz="UTC"))
+    found = encoded(MessageEncoder(), body=[b""] * len(rows), timestamp=times, **columns)
+    assert [
+        (head.exchange or None, head.routing_key, head.properties.get("priority"), head.properties.get("timestamp"))
+        for head, _ in found
+    ] == rows
+
+
+# ---- the records of a stage ----
+
+
+def packed(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}i", *numbers)
+
+
+def test_rows_of_a_stage_come_back_with_their_heads_once_for_those_in_a_row() -> None:
+    data = encode_stage([b"a", b"", b"c"], packed(0, 0, 2, 1, 1, 0), packed(3, 4, 4, 6, 7, 8, 8), b"---1223456")
+    heads: list[bytes] = []
+    counts: list[int] = []
+    bodies: list[bytes] = []
+    ends: list[int] = []
+    assert decode_stage(data, 100, heads, counts, bodies, ends) == 0
+    assert list(zip(heads, counts, strict=True)) == [(b"a", 2), (b"c", 1), (b"", 2), (b"a", 1)]
+    assert bodies == [b"1", b"", b"22", b"3", b"4", b""]
+    assert ends[-1] == len(data)
+    more: list[list[Any]] = [[], [], [], []]
+    assert decode_stage(data[:-1], 100, *more) == ends[-1] - ends[-2]
+    assert sum(more[1]) == len(more[2]) == 5
+    harmed = bytearray(data)
+    harmed[-1] ^= 1
+    assert decode_stage(bytes(harmed), 100, [], [], [], []) == -1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "ends"),
+    [
+        (packed(1), packed(0, 1)),
+        (packed(-1), packed(0, 1)),
+        (packed(0), packed(0, 5)),
+        (packed(0), packed(1, 0)),
+        (packed(0), packed(-1, 1)),
+        (packed(0), packed(0)),
+    ],
+)
+def test_columns_that_point_to_what_is_not_there_are_refused(numbers: bytes, ends: bytes) -> None:
+    with pytest.raises(ValueError, match="not there"):
+        encode_stage([b"head"], numbers, ends, b"body")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +279,7 @@ def test_only_stages_that_commit_names_are_published(fake: FakeBroker) -> None:
     other = executor.stage("b.0", 1, 3, rows(b"c"))
     assert fake.published == []
     driver.decide("b.0", [copy, other])
-    assert sorted(body for _, body, _ in fake.published) == [b"a", b"b", b"c"]
+    assert sorted(body for _, body in fake.published) == [b"a", b"b", b"c"]
     assert first.stages[0] in fake.stages, "the other attempt is litter"
 
 
@@ -220,7 +288,7 @@ def test_a_batch_is_published_once_however_often_it_is_committed(fake: FakeBroke
     for attempt in (1, 2):
         driver.decide("b.0", [on_executor(driver).stage("b.0", 0, attempt, rows(b"a"))])
     driver.decide("b.1", [on_executor(driver).stage("b.1", 0, 3, rows(b"b"))])
-    assert [body for _, body, _ in fake.published] == [b"a", b"b"]
+    assert [body for _, body in fake.published] == [b"a", b"b"]
 
 
 def test_a_task_has_as_many_stages_as_its_rows_need(fake: FakeBroker) -> None:
@@ -269,7 +337,7 @@ def test_the_token_of_a_batch_write_waits_on_the_driver_and_is_gone_after_it(
     assert b"a-token" not in travelled
     committer = pickle.loads(travelled)
     committer.commit([committer._stages.stage("0", 0, 1, rows(b"a"))])
-    assert [body for _, body, _ in fake.published] == [b"a"]
+    assert [body for _, body in fake.published] == [b"a"]
     assert "Bearer a-token" in fake.authorizations
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(PipelineError, match="nothing was published, write again"):

@@ -102,6 +102,13 @@ def number_entries(list entries not None, uint64_t first_seq, uint8_t level):
         first_seq += 1
 
 
+def renumber(list entries not None, uint64_t first_seq):
+    """Give entries consecutive seq_ids."""
+    for item in entries:
+        (<Entry>item).seq = first_seq
+        first_seq += 1
+
+
 def place_entries(list entries not None, uint64_t first_seq, uint8_t highest, uint8_t mask, int64_t ttl_us):
     """Make entries from the network those of one queue: consecutive seq_ids, a priority of at most `highest`, only the
     flags of `mask`, and the queue's own time to live (below 0: none), where it ends before the message's."""
@@ -175,6 +182,22 @@ def summarize(list entries not None):
         if entry.size > largest:
             largest = entry.size
     return total, bodies, persistent, largest
+
+
+def persistent_ones(list entries not None):
+    """Those that are persistent: nearly always all of them, and then nothing is copied."""
+    for entry in entries:
+        if not (<Entry>entry).flags & PERSISTENT:
+            return [entry for entry in entries if (<Entry>entry).flags & PERSISTENT]
+    return entries
+
+
+def some_expire(list entries not None):
+    """Has any of them a time to live?"""
+    for entry in entries:
+        if (<Entry>entry).expiry:
+            return True
+    return False
 
 
 def without(entries, uint8_t mask):

@@ -14,12 +14,13 @@
 A null is a property that is not set. The names and types are those of the source, so what was read can be written; a column
 that is none of these is refused by name, because nobody would find out that it was not published.
 
-Heads repeat: each distinct combination of values is encoded once, by codes and not by values.
+Heads repeat: each distinct combination of values is encoded once, by codes and not by values, and sent once a batch. Arrow
+finds the combinations; Python sees each of them, and no row. (But for headers: maps are told apart one by one.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -77,8 +78,9 @@ _OF_THE_QUEUE = frozenset(
 
 MOST_BATCH_BYTES = 4 * 1024 * 1024  # of bodies and heads in a batch that is sent
 _PERSISTENT = 2
+_Coded = tuple[pa.Array, list[Any]]
 
-SCHEMA = pa.schema([pa.field("head", pa.binary()), pa.field("body", pa.binary()), pa.field("exchange", pa.string())])
+SCHEMA = pa.schema([pa.field("head", pa.dictionary(pa.int32(), pa.binary())), pa.field("body", pa.binary())])
 
 
 def check_columns(schema: StructType, exchange: str | None, routing_key: str | None) -> None:
@@ -121,42 +123,20 @@ class MessageEncoder:
         if not rows.num_rows:
             return
         body = _bodies(rows)
-        heads, exchanges = self._heads(rows)
-        message = pa.RecordBatch.from_arrays([heads, body, exchanges], schema=SCHEMA)
+        message = pa.RecordBatch.from_arrays([self._heads(rows), body], schema=SCHEMA)
         yield from _portions(message)
 
-    def _heads(self, rows: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
+    def _heads(self, rows: pa.RecordBatch) -> pa.DictionaryArray:
         names = [name for name in rows.schema.names if name != "body"]
         if self._exchange is not None and "exchange" in names:
             names.remove("exchange")
         if self._routing_key is not None and "routing_key" in names:
             names.remove("routing_key")
-        coded = [_coded(name, rows.column(name)) for name in names]
-        if not coded:
-            return self._same_head(rows.num_rows)
-        known: dict[tuple[int, ...], int] = {}  # codes -> number of their head
-        heads: list[bytes] = []
-        exchanges: list[str] = []
-        chosen: list[int] = []
-        for codes in zip(*(codes for codes, _ in coded), strict=True):
-            number = known.get(codes)
-            if number is None:
-                values = {name: value(code) for name, (_, value), code in zip(names, coded, codes, strict=True)}
-                exchange, head = self._head(values)
-                number = known[codes] = len(heads)
-                heads.append(head)
-                exchanges.append(exchange)
-            chosen.append(number)
-        if len(heads) == rows.num_rows:
-            return pa.array(heads, pa.binary()), pa.array(exchanges, pa.string())
-        places = pa.array(chosen, pa.int32())
-        return pa.array(heads, pa.binary()).take(places), pa.array(exchanges, pa.string()).take(places)
+        numbers, found = _combinations([_coded(name, rows.column(name)) for name in names], rows.num_rows)
+        heads = [self._head(dict(zip(names, values, strict=True))) for values in found]
+        return pa.DictionaryArray.from_arrays(numbers, pa.array(heads, pa.binary()))
 
-    def _same_head(self, count: int) -> tuple[pa.Array, pa.Array]:
-        exchange, head = self._head({})
-        return pa.repeat(pa.scalar(head, pa.binary()), count), pa.repeat(pa.scalar(exchange, pa.string()), count)
-
-    def _head(self, values: dict[str, Any]) -> tuple[str, bytes]:
+    def _head(self, values: dict[str, Any]) -> bytes:
         exchange, key = values.pop("exchange", None), values.pop("routing_key", None)
         exchange = self._exchange if self._exchange is not None else exchange or ""
         key = self._routing_key if self._routing_key is not None else key or ""
@@ -171,7 +151,7 @@ class MessageEncoder:
         if values.get("headers") is not None:
             values["headers"] = dict(values["headers"])
         try:
-            return exchange, build_head(exchange, key, values)
+            return build_head(exchange, key, values)
         except (TypeError, ValueError) as error:
             raise PipelineError(f"a row cannot be published: {error}") from error
 
@@ -185,40 +165,36 @@ def _bodies(rows: pa.RecordBatch) -> pa.Array:
     return body if body.type == pa.binary() else pc.cast(body, pa.binary())
 
 
-def _coded(name: str, column: pa.Array) -> tuple[Sequence[int], Callable[[int], Any]]:
-    """A code for every row, equal for equal values, and what turns a code into the value."""
-    if pa.types.is_map(column.type):
-        return _coded_maps(column)
-    if not pa.types.is_string(column.type):
-        values = column.to_pylist()
-        return _coded_values(values)
-    encoded = column.dictionary_encode()
-    found = encoded.dictionary.to_pylist()
-    codes = pc.fill_null(encoded.indices, -1).to_pylist()
-    return codes, lambda code: None if code < 0 else found[code]
+def _combinations(columns: Sequence[_Coded], rows: int) -> tuple[pa.Array, list[tuple[Any, ...]]]:
+    """Which combinations of values there are, and the number of its combination for every row."""
+    numbers: pa.Array = pa.repeat(pa.scalar(0, pa.int32()), rows)
+    found: list[tuple[Any, ...]] = [()]
+    for codes, values in columns:
+        # With this column a combination is one of those without it and a value.
+        both = pc.add(pc.multiply(numbers.cast(pa.int64()), len(values)), codes.cast(pa.int64())).dictionary_encode()
+        numbers = both.indices
+        found = [(*found[each // len(values)], values[each % len(values)]) for each in both.dictionary.to_pylist()]
+    return numbers, found
 
 
-def _coded_maps(column: pa.Array) -> tuple[Sequence[int], Callable[[int], Any]]:
-    # A map comes as a list of pairs.
-    return _coded_values([None if value is None else tuple(value) for value in column.to_pylist()])
-
-
-def _coded_values(values: Sequence[Any]) -> tuple[Sequence[int], Callable[[int], Any]]:
-    known: dict[Any, int] = {}
-    codes = [known.setdefault(value, len(known)) for value in values]
-    found = list(known)
-    return codes, lambda code: found[code]
+def _coded(name: str, column: pa.Array) -> _Coded:
+    """A code for every row, equal for equal values, and the values by their codes. Null is a value."""
+    if not pa.types.is_map(column.type):
+        encoded = column.dictionary_encode(null_encoding="encode")
+        return encoded.indices, encoded.dictionary.to_pylist()
+    known: dict[Any, int] = {}  # a map comes as a list of pairs
+    maps = (None if value is None else tuple(value) for value in column.to_pylist())
+    codes = pa.array([known.setdefault(value, len(known)) for value in maps], pa.int32())
+    return codes, list(known)
 
 
 def _portions(message: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    if message.num_rows == 1 or _bytes_of(message) <= MOST_BATCH_BYTES:
+    head, body = message.columns
+    if message.num_rows == 1 or head.nbytes + body.nbytes <= MOST_BATCH_BYTES:
         yield message
         return
     middle = message.num_rows // 2
-    yield from _portions(message.slice(0, middle))
-    yield from _portions(message.slice(middle))
-
-
-def _bytes_of(message: pa.RecordBatch) -> int:
-    """Of a batch that may be a slice of a larger one."""
-    return int(message.get_total_buffer_size() if message.column(0).offset == 0 else message.nbytes)
+    for half in (message.slice(0, middle), message.slice(middle)):
+        # Each with its own heads only, or many halves would have all of them.
+        own = half.column("head").dictionary_decode().dictionary_encode()
+        yield from _portions(pa.RecordBatch.from_arrays([own, half.column("body")], schema=SCHEMA))

@@ -37,6 +37,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from warren.errors import WarrenError
+from warren.pipeline.amqp_rows import SCHEMA
 from warren.pipeline.broker_client import BrokerClient
 from warren.pipeline.errors import PipelineError
 from warren.pipeline.options import SourceOptions
@@ -53,6 +54,7 @@ log = logging.getLogger("warren.pipeline")
 
 _PLANS = 5  # of one checkout, while its files move
 _HEADS_KEPT = 4096
+_MOST_IN_RAM = 64 << 20  # of a stage that arrives; a sink sends 32 MiB at a time
 _MOST_EXPIRATION = 2**32 - 1
 # Options of a source that say which parts there are; the others are the driver's own business.
 _PLANNED = frozenset(("queue", "queuepattern", "fromseqid", "toseqid", "since", "until", "state"))
@@ -168,10 +170,10 @@ class DataServer:
         if said["batch"] is not None and batch != said["batch"]:
             raise PipelineError(f"the ticket is for batch {said['batch']}, not for {batch}")
         place = [int(request.query_params.get(name, "0")) for name in ("partition", "attempt")]
-        # The body goes to disk first: it may be of any size, and the network may be slow.
+        # All of the body is there before any of it is looked at: the network may be slow. A large one waits on the disk.
         directory = os.path.join(said["root"], "stages")
         os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
+        with tempfile.SpooledTemporaryFile(_MOST_IN_RAM, dir=directory) as file:
             async for chunk in request.stream():
                 file.write(chunk)
             file.seek(0)
@@ -183,18 +185,42 @@ class DataServer:
         exchanges: dict[bytes, str] = {}  # by head
         try:
             for rows in pa.ipc.open_stream(file):
-                heads = rows.column("head").to_pylist()
+                heads, columns = _columns_of(rows)
                 if len(exchanges) > _HEADS_KEPT:
                     exchanges.clear()
                 for head in set(heads) - exchanges.keys():
                     exchanges[head] = _check_head(head, said["user"])
                 # What is written on a row decides where it goes, not what its sender says of it.
-                writer.add(heads, rows.column("body").to_pylist(), {exchanges[head] for head in set(heads)})
+                writer.add_columns(heads, *columns, {exchanges[head] for head in heads})
             info = writer.finish()
         except BaseException:
             writer.drop()
             raise
         return {"name": writer.name, "count": info.count, "bytes": info.size}
+
+
+def _columns_of(rows: pa.RecordBatch) -> tuple[list[bytes], tuple[memoryview, memoryview, memoryview]]:
+    """The heads of a batch, each once, and as bytes: the number of its head for each row, where its body ends, the bodies.
+    Raises PipelineError for a batch that is none of `amqp_rows.py`."""
+    if rows.schema != SCHEMA:
+        raise PipelineError(
+            f"rows to be staged have the columns {', '.join(map(str, SCHEMA))}; these have {rows.schema}"
+        )
+    head, body = rows.columns
+    if head.null_count or head.dictionary.null_count or body.null_count:
+        raise PipelineError("a row to be staged has neither head nor body that is null")
+    numbers, ends, bodies = head.indices.buffers()[1], *body.buffers()[1:]
+    start, stop = 4 * body.offset, 4 * (body.offset + rows.num_rows + 1)
+    first = 4 * head.offset
+    return head.dictionary.to_pylist(), (
+        _bytes_of(numbers)[first : first + 4 * rows.num_rows],
+        _bytes_of(ends)[start:stop],
+        _bytes_of(bodies),
+    )
+
+
+def _bytes_of(buffer: pa.Buffer | None) -> memoryview:
+    return memoryview(b"" if buffer is None else buffer).cast("B")
 
 
 def _check_head(head: bytes, user: str) -> str:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 from warren.errors import WarrenError
-from warren.kernel.entry import PERSISTENT, Entry, place_entries, seqs_of
+from warren.kernel.entry import PERSISTENT, Entry, place_entries, seqs_of, some_expire
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.consumers import MOST_AT_ONCE, Consumer, Consumers
 from warren.queueing.dead_letter import DELIVERY_LIMIT, EXPIRED, MAXLEN, REJECTED
@@ -312,7 +312,7 @@ class QueueProcess:
         self.run()
 
     def _arrived(self, entries: list[Entry]) -> None:
-        if not self._expiring and any(entry.expiry for entry in entries):
+        if not self._expiring and some_expire(entries):
             self._expiring = True
         if self._limited and not self._rejects:
             self._drop_head()

@@ -11,6 +11,7 @@ they name. A file without one does not exist for anybody: its task never said th
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -87,10 +88,18 @@ class StageWriter:
 
     def add(self, heads: list[bytes], bodies: list[bytes], exchanges: Iterable[str]) -> None:
         """Some rows; `exchanges` are those that they name."""
-        data = encode_stage(heads, bodies)
+        ends = struct.pack(f"<{len(bodies) + 1}i", *itertools.accumulate(map(len, bodies), initial=0))
+        numbers = struct.pack(f"<{len(heads)}i", *range(len(heads)))
+        self.add_columns(heads, memoryview(numbers), memoryview(ends), memoryview(b"".join(bodies)), exchanges)
+
+    def add_columns(
+        self, heads: list[bytes], numbers: memoryview, ends: memoryview, bodies: memoryview, exchanges: Iterable[str]
+    ) -> None:
+        """Some rows as Arrow has them: the numbers of their heads among `heads`, where their bodies end, and the bodies."""
+        data = encode_stage(heads, numbers, ends, bodies)
         self._file.write(data)
         self.size += len(data)
-        self.count += len(heads)
+        self.count += numbers.nbytes // 4
         self._exchanges.update(exchanges)
 
     def finish(self) -> StageInfo:
@@ -132,9 +141,10 @@ def read_info(path: str) -> StageInfo:
 
 
 class StageRows(NamedTuple):
-    """Some rows of a stage, and the offset behind each."""
+    """Some rows of a stage, and the offset behind each. Rows in a row that have the same head have it once."""
 
     heads: list[bytes]
+    counts: list[int]  # of rows with each head
     bodies: list[bytes]
     ends: list[int]
 
@@ -151,12 +161,12 @@ class StageReader:
     def read(self, offset: int, most: int, most_bytes: int) -> StageRows:
         """Up to `most` rows from `offset` on; 0: from the first."""
         start = offset or HEADER_BYTES
-        rows = StageRows([], [], [])
+        rows = StageRows([], [], [], [])
         size = most_bytes
         while start < self._end:
             self._file.seek(start)
             data = self._file.read(min(size, self._end - start))
-            needed = decode_stage(data, most, rows.heads, rows.bodies, rows.ends)
+            needed = decode_stage(data, most, *rows)
             if rows.ends:
                 break
             if needed <= len(data) or start + needed > self._end:

@@ -37,6 +37,7 @@ from warren.kernel.entry import (
     Entry,
     body_total,
     entry_ranges,
+    persistent_ones,
     persistent_total,
     ram_total,
     seq_ranges,
@@ -170,6 +171,8 @@ class VariableQueue(PendingAcks):
     def _store_large(self, entries: list[Entry]) -> None:
         """Large payloads go to the message store, unless a fan-out put them there."""
         self._disk_writes += len(entries)
+        if summarize(entries)[3] < self._settings.embed_below:
+            return
         for entry in entries:
             if entry.size >= self._settings.embed_below and not entry.flags & IN_STORE:
                 store = self._context.persistent_store
@@ -179,7 +182,7 @@ class VariableQueue(PendingAcks):
 
     def journal_publish(self, entries: list[Entry], state: int) -> None:
         """The records only; `reveal` follows once they are synced."""
-        persistent = [entry for entry in entries if entry.flags & PERSISTENT]
+        persistent = persistent_ones(entries)
         if persistent:
             self._store_large(persistent)
             self._journal.buffer.append_publishes(self.index.sid, persistent, self.index.overlay, state)
@@ -187,7 +190,7 @@ class VariableQueue(PendingAcks):
 
     def reveal(self, entries: list[Entry]) -> None:
         """A transaction is committed: its messages become visible."""
-        pairs = entry_ranges(e for e in entries if e.flags & PERSISTENT)
+        pairs = entry_ranges(persistent_ones(entries))
         self.index.overlay.reveal(pairs)
         self._hidden.remove_pairs(pairs)
         self.accept(entries)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from warren.errors import QueueNotFoundError
-from warren.kernel.entry import Entry
+from warren.kernel.entry import Entry, renumber
 from warren.kernel.journal_codec import CHECKOUT, LEASE
 from warren.kernel.overlay import HIDDEN
 from warren.storage.backing_queue import Checkout
@@ -87,8 +87,7 @@ class VhostTransactions(VhostOpening):
     ) -> int | None:
         """The LSN whose sync makes it safe; None: there is nothing to wait for. Requires: the lock, reserved seq_ids."""
         for queue, entries in arriving:
-            for seq, entry in enumerate(entries, queue.seqs.take(len(entries))):
-                entry.seq = seq
+            renumber(entries, queue.seqs.take(len(entries)))
         if self.durability != "memory":
             self.journal.buffer.begin_group()
             try:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from warren.kernel.entry import PERSISTENT, Entry
+from warren.kernel.entry import PERSISTENT, Entry, make_entries, set_level
 from warren.kernel.journal_codec import STAGE
 from warren.queueing.delayed import MAX_DELAY_MS, DelayedQueue, delay_ms
 from warren.queueing.properties import carbon_keys, decode_head, rewritten
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("warren.vhost")
 
-_ROWS = 2048  # in one record group
+_ROWS = 8192  # in one record group: the loop is kept for some milliseconds
 _BYTES = 4 << 20
 _WAIT_SECONDS = 30.0  # that a decision waits for its release
 _TROUBLE_SECONDS = 1.0
@@ -96,33 +96,41 @@ class _Group:
         self.delayed: dict[DelayedQueue, list[Entry]] = {}
         self._under_way: dict[QueueProcess, tuple[int, int]] = {}  # messages and bytes
 
-    def add(self, head: bytes, body: bytes) -> bool:
-        """One row to where it goes; False: a queue that rejects has no room for it."""
+    def add(self, head: bytes, bodies: list[bytes]) -> int:
+        """Rows with one head to where they go. How many: a queue that rejects may have no room for all of them."""
         way = self._ways.get(head)
         if way is None:
             address = self._address(head)
             # An exchange that was deleted since the decision: as any publish to nowhere.
             known = address.exchange in self._vhost.router.exchanges
             way = self._ways[head] = self._way(address) if known else _Way(address.head, [], [])
-        copies = []
-        for target in way.targets:
-            copy = Entry(0, way.head, body, target.flags, self._now, target.expiry)
-            copy.level = target.level
-            if target.rejects and not self._has_room(target.queue, copy):
-                return False
-            copies.append((target.queue, copy))
-        for queue, copy in copies:
-            self.arriving.setdefault(queue, []).append(copy)
-        for delayed, flags, due in way.waits:
-            self.delayed.setdefault(delayed, []).append(Entry(0, way.head, body, flags, self._now, due))
-        return True
+        taken = len(bodies)
+        strict = [target.queue for target in way.targets if target.rejects]
+        if strict:
+            taken = self._room_for(bodies, strict)
+            bodies = bodies[:taken]
+        for target in way.targets if taken else ():
+            copies, _ = make_entries(bodies, way.head, 0, target.flags, self._now, target.expiry)
+            set_level(copies, target.level)
+            self.arriving.setdefault(target.queue, []).extend(copies)
+        for delayed, flags, due in way.waits if taken else ():
+            held, _ = make_entries(bodies, way.head, 0, flags, self._now, due)
+            self.delayed.setdefault(delayed, []).extend(held)
+        return taken
 
-    def _has_room(self, queue: QueueProcess, copy: Entry) -> bool:
+    def _room_for(self, bodies: list[bytes], queues: list[QueueProcess]) -> int:
+        """How many of these rows, from the first on, all of these queues take."""
+        for number, body in enumerate(bodies):
+            if not all(self._has_room(queue, len(body)) for queue in queues):
+                return number
+        return len(bodies)
+
+    def _has_room(self, queue: QueueProcess, more: int) -> bool:
         """Does a queue that rejects take one more, besides those on their way? What never fits waits for an empty queue."""
         count, size = self._under_way.get(queue, (0, 0))
-        if not queue.has_room(count + 1, size + copy.body_size) and (count or queue.filled()[0]):
+        if not queue.has_room(count + 1, size + more) and (count or queue.filled()[0]):
             return False
-        self._under_way[queue] = (count + 1, size + copy.body_size)
+        self._under_way[queue] = (count + 1, size + more)
         return True
 
     def _address(self, head: bytes) -> _Address:
@@ -352,17 +360,18 @@ class Stages:
             rows = reader.read(offset, _ROWS, _BYTES)
             group = _Group(self._vhost, self._heads)
             taken = 0
-            for head, body in zip(rows.heads, rows.bodies, strict=True):
-                if not group.add(head, body):
+            for head, count in zip(rows.heads, rows.counts, strict=True):
+                added = group.add(head, rows.bodies[taken : taken + count])
+                taken += added
+                if added < count:
                     break  # a queue is full: wait for it
-                taken += 1
             offset = rows.ends[taken - 1] if taken else offset
-            done = not rows.heads or offset >= reader.end
+            done = not rows.ends or offset >= reader.end
             if taken or done:
                 await self._advance(writer, None if done else offset, group)
             if done:
                 return
-            if taken < len(rows.heads):
+            if taken < len(rows.ends):
                 await asyncio.sleep(_FULL_SECONDS)
 
     async def _pace(self) -> None:
