@@ -71,7 +71,11 @@ class PipelineApi:
             json.dump({"http": url, "pid": os.getpid()}, file)
         os.replace(path + ".tmp", path)
         if self._server().was_used:  # tasks may be waiting for it since the node died
-            self._starting = asyncio.get_running_loop().create_task(self._server().port(url))
+            self._start_data_server()
+
+    def _start_data_server(self) -> None:
+        """Now, and without waiting for it: it will be asked for."""
+        self._starting = asyncio.get_running_loop().create_task(self._server().port(self._url))
 
     async def stop(self) -> None:
         if self._url:
@@ -199,6 +203,8 @@ class PipelineApi:
             kind, seconds = "stage", _TICKET_SECONDS
             says |= {"writer": result.pop("writer"), "batch": body.get("batch"), "root": result.pop("root")}
         else:
+            if name == "leases/open":
+                self._start_data_server()  # the first batch asks for its address
             return result
         url = await self._data_url(request)
         if url is None and kind == "stage":
