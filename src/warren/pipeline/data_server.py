@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import pyarrow as pa
 import uvicorn
@@ -180,7 +180,7 @@ class DataServer:
             answer = await run_in_threadpool(self._write_stage, file, said, batch, place)
         return JSONResponse(answer)
 
-    def _write_stage(self, file: BinaryIO, said: dict[str, Any], batch: str, place: list[int]) -> dict[str, Any]:
+    def _write_stage(self, file: IO[bytes], said: dict[str, Any], batch: str, place: list[int]) -> dict[str, Any]:
         writer = StageWriter(said["root"], said["writer"], batch, *place)
         exchanges: dict[bytes, str] = {}  # by head
         try:
@@ -209,7 +209,8 @@ def _columns_of(rows: pa.RecordBatch) -> tuple[list[bytes], tuple[memoryview, me
     head, body = rows.columns
     if head.null_count or head.dictionary.null_count or body.null_count:
         raise PipelineError("a row to be staged has neither head nor body that is null")
-    numbers, ends, bodies = head.indices.buffers()[1], *body.buffers()[1:]
+    _, numbers = head.indices.buffers()
+    _, ends, bodies = body.buffers()
     start, stop = 4 * body.offset, 4 * (body.offset + rows.num_rows + 1)
     first = 4 * head.offset
     return head.dictionary.to_pylist(), (
