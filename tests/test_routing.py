@@ -582,4 +582,4 @@ def test_the_end_of_a_queue_costs_its_own_bindings_only(router, scale):
     trie = router._sources["topic"].matcher.trie
     before = trie.visited
     assert len(router.remove_queue("b").bindings) == 3
-    assert trie.visited - before == 6
+    assert trie.visited - before <= 6  # the words of its own patterns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -106,17 +107,17 @@ def test_many_queues_on_one_pattern_come_and_go_one_by_one():
 # ---- what it costs ----
 
 
-def test_binding_and_unbinding_visit_as_many_nodes_as_the_pattern_has_words_at_any_size(scale):
+def test_binding_and_unbinding_visit_at_most_as_many_nodes_as_the_pattern_has_words_at_any_size(scale):
     trie = TopicTrie()
     patterns = [f"eu.*.sensor{number % 97}.{number}.#" for number in range(scale.scale(100_000))]
     for pattern in patterns:
         before = trie.visited
         trie.add(binding(pattern))
-        assert trie.visited - before == 5
+        assert trie.visited - before <= 5
     for pattern in patterns:
         before = trie.visited
         trie.remove(binding(pattern))
-        assert trie.visited - before == 5
+        assert trie.visited - before <= 5
     assert trie.node_count() == 0
 
 
@@ -140,8 +141,18 @@ def test_patterns_full_of_hashes_do_not_explode():
     assert trie.visited < 60 * 41 + 19 * 41 + 100
 
 
+SHAPES: dict[str, Callable[[int], str]] = {
+    "the last word differs": lambda number: f"region{number % 10}.site{number % 1000}.sensor.{number}",
+    "the first word differs": lambda number: f"device-{number}.#",
+    "words of its own on the way": lambda number: f"*.customer-{number}.order-{number}.changed",
+    "in pairs": lambda number: f"customer-{number // 2}.{number % 2}",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("queues", [1, 50, 10_000_000], ids=["one queue", "some queues", "a queue for each"])
-def test_a_binding_of_a_topic_exchange_costs_at_most_500_bytes(scale, queues):
+def test_a_binding_of_a_topic_exchange_costs_at_most_500_bytes(scale, queues, shape):
+    key = SHAPES[shape]
     count = scale.scale(100_000)
     router = Router()
     router.declare(Exchange(name="topics", type="topic"))
@@ -150,9 +161,9 @@ def test_a_binding_of_a_topic_exchange_costs_at_most_500_bytes(scale, queues):
     tracemalloc.start()
     try:
         for number in range(count):
-            router.bind(binding(f"region{number % 10}.site{number % 1000}.sensor.{number}", f"queue-{number % queues}"))
+            router.bind(binding(key(number), f"queue-{number % queues}"))
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert router.route("topics", "region7.site7.sensor.7") == (f"queue-{7 % queues}",)
+    assert router.route("topics", key(7).replace("#", "on").replace("*", "eu")) == (f"queue-{7 % queues}",)
     assert used / count < 500

@@ -11,6 +11,7 @@ Rules:
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, NoReturn
@@ -80,7 +81,7 @@ class QueueArguments:
                 f"x-dead-letter-routing-key={values['dead_letter_routing_key']!r} has no effect without "
                 f"x-dead-letter-exchange; give both, or none"
             )
-        return cls(**values)  # type: ignore[arg-type]  # the checks above are what mypy cannot see
+        return _shared(cls(**values))  # type: ignore[arg-type]  # the checks above are what mypy cannot see
 
     def differences(self, other: QueueArguments) -> list[ArgumentDifference]:
         """Every argument in which `other` asks for something else."""
@@ -107,6 +108,12 @@ class QueueArguments:
 def known_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
     """Those that mean something here. Over the network RabbitMQ's rule holds: what nobody knows is no error."""
     return {name: value for name, value in arguments.items() if name in _CHECKS}
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared(arguments: QueueArguments) -> QueueArguments:
+    """The same object for the same arguments: thousands of queues are declared with the same few."""
+    return arguments
 
 
 # ---- checks, one for each kind of value ----

@@ -87,6 +87,8 @@ class Consumer:
 class Consumers:
     """Those of one queue."""
 
+    __slots__ = ("_all", "_priorities", "_rounds", "_single", "active", "ever")
+
     def __init__(self, *, single_active: bool = False) -> None:
         self._single = single_active
         self._all: list[Consumer] = []  # in order of arrival

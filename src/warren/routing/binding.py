@@ -4,13 +4,13 @@ Rules:
 
 1. All of it is its identity, the arguments too: the same two ends may be bound twice with other arguments, and to undo
    one of them its arguments must be given. Values of other types are other arguments: True is not 1.
-2. There may be 100,000 of them, so a binding is small: names are interned, and bindings without arguments share one
-   empty mapping. A `BindingIndex` holds most names' only binding as it is and makes a dict for the second.
+2. There may be 100,000 of them, so a binding is small: it shares its names with what it binds (`share_names`), and
+   bindings without arguments share one empty mapping. A `BindingIndex` holds most names' only binding as it is and makes
+   a dict for the second.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -45,11 +45,14 @@ class Binding:
                 PRECONDITION_FAILED,
                 f"destination kind {self.destination_kind!r} is not possible; it is queue or exchange",
             )
-        # They come anew from the network with every bind, and the same few are meant.
-        object.__setattr__(self, "source", sys.intern(str(self.source)))
-        object.__setattr__(self, "destination", sys.intern(str(self.destination)))
         if not self.arguments:
             object.__setattr__(self, "arguments", _NO_ARGUMENTS)
+
+    def share_names(self, source: str, destination: str) -> None:
+        """Let go of its own copies: names come anew from network and disk with every bind, and the same few are meant.
+        Requires: they are equal to what it has."""
+        object.__setattr__(self, "source", source)
+        object.__setattr__(self, "destination", destination)
 
     def __hash__(self) -> int:
         # Without the arguments, which need not be hashable.

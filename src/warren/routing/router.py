@@ -198,15 +198,18 @@ class Router:
         the exchange's type cannot use.
         """
         self._check_ends(binding)
-        if binding.source not in self.exchanges:
-            raise RoutingError(NOT_FOUND, f"no {exchange_in(binding.source, self.vhost)}")
+        exchange = self.exchange(binding.source)
         if binding.destination_kind == "exchange":
-            self.exchange(binding.destination)
-        elif binding.destination not in self._default_routes:
-            raise RoutingError(NOT_FOUND, f"no queue '{binding.destination}' in vhost '{self.vhost}'")
-        source = self._sources[binding.source]
+            destination = self.exchange(binding.destination).name
+        else:
+            route = self._default_routes.get(binding.destination)
+            if route is None:
+                raise RoutingError(NOT_FOUND, f"no queue '{binding.destination}' in vhost '{self.vhost}'")
+            destination = route[0]
+        source = self._sources[exchange.name]
         if binding in source.bindings:
             return False
+        binding.share_names(exchange.name, destination)
         source.matcher.add(binding)  # first: it may refuse
         source.bindings[binding] = None
         self._index_of(binding).add(binding.destination, binding)

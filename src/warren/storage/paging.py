@@ -38,6 +38,8 @@ _READ_AHEAD_BYTES = 1024 * 1024
 class Paging(QueueState):
     """Keeps the RAM of a queue at its target."""
 
+    __slots__ = ()
+
     def _refill(self) -> None:
         """q3 ran empty: the next piece of delta, or all of q1."""
         if self.delta_count:
@@ -67,11 +69,12 @@ class Paging(QueueState):
                 held, held_bytes = ram_total(entries)
                 self._ram_count += held
                 self._add_ram(held_bytes)
-                self.q3.extend(entries)
+                self._filling("q3").extend(entries)
         if not self.delta_count:
             self.delta_transient = 0
-            self.q3.extend(self.q2)
-            self.q2.clear()
+            if self.q2:
+                self._filling("q3").extend(self.q2)
+                self.q2.clear()
             if self._bytes_in_doubt:
                 self._bytes = body_total(self.q3) + body_total(self.q1)
                 self._bytes_in_doubt = False
@@ -210,7 +213,7 @@ class Paging(QueueState):
             self._to_betas(moved)
             for _ in moved:
                 self.q1.popleft()
-            (self.q2 if self.delta_count else self.q3).extend(moved)
+            self._filling("q2" if self.delta_count else "q3").extend(moved)
             quota -= count
         count = min(quota, len(self.q4))
         if count:
@@ -218,7 +221,7 @@ class Paging(QueueState):
             self._to_betas(moved)
             for _ in moved:
                 self.q4.pop()
-            self.q3.extendleft(moved)
+            self._filling("q3").extendleft(moved)
             quota -= count
         return quota
 

@@ -47,6 +47,8 @@ _by_seq = attrgetter("seq")
 class PendingAcks(Paging):
     """The way out of a queue, and back into it."""
 
+    __slots__ = ()
+
     # -- handing out ---------------------------------------------------------------------------------------------------
 
     def _take(self, count: int) -> list[Entry]:
@@ -175,6 +177,7 @@ class PendingAcks(Paging):
         slotted = [entry for entry in entries if entry.flags & SLOTTED]
         if slotted:
             self.index.forget_transient(entry_ranges(slotted))
+            self._context.thinned.add(self.index)
         for entry in entries:
             if entry.flags & IN_STORE:
                 self._context.transient_store.remove(entry.msg_id)
@@ -323,7 +326,7 @@ class PendingAcks(Paging):
         self._merge(name, entries)
 
     def _merge(self, name: str, entries: list[Entry]) -> None:
-        queue: deque[Entry] = getattr(self, name)
+        queue = self._filling(name)
         if not queue or not entries or entries[0].seq > queue[-1].seq:
             queue.extend(entries)
         elif entries[-1].seq < queue[0].seq:

@@ -63,6 +63,23 @@ def _join(pairs: list[int], more: list[int]) -> None:
 class QueueIndex:
     """Requires: the engine's lock for everything."""
 
+    __slots__ = (  # of ten thousand queues there are at least as many
+        "_boot",
+        "_disk",
+        "_handles",
+        "_journal",
+        "_journal_directory",
+        "_report",
+        "counts_unsaved",
+        "files",
+        "names_changed",
+        "overlay",
+        "segment_size",
+        "segments",
+        "sid",
+        "unsynced_parents",
+    )
+
     def __init__(
         self,
         disk: Disk,

@@ -1,10 +1,14 @@
-"""What a variable queue holds, and what must be true of it: the five containers, the pending acks, the counts."""
+"""What a variable queue holds, and what must be true of it: the five containers, the pending acks, the counts.
+
+Ten thousand queues are not rare, and most of them are empty: a container is made when something is first put into it
+(`_filling`); until then the shared `NOTHING` stands in its place.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from warren.kernel.entry import (
     IN_STORE,
@@ -23,8 +27,61 @@ from warren.storage.seq_ids import SeqIds
 T = TypeVar("T")
 
 
+class _Nothing(deque[Entry]):
+    """An empty container that stays so."""
+
+    def _refuse(self, *arguments: object) -> NoReturn:
+        raise AssertionError("put into a container of `_filling`, not into the shared empty one")
+
+    append = appendleft = extend = extendleft = insert = _refuse
+
+
+NOTHING: deque[Entry] = _Nothing()
+
+
 class QueueState:
     """The fields, their sizes and their invariants; nothing here moves a message."""
+
+    __slots__ = (
+        "_ack_ticket",
+        "_bytes",
+        "_bytes_in_doubt",
+        "_confirmed",
+        "_context",
+        "_disk_pending",
+        "_disk_pending_bytes",
+        "_disk_reads",
+        "_disk_transient",
+        "_disk_writes",
+        "_hidden",
+        "_journal",
+        "_leased",
+        "_len",
+        "_operations",
+        "_ram_bytes",
+        "_ram_count",
+        "_ram_pending",
+        "_rates",
+        "_settings",
+        "_stored",
+        "_target",
+        "_unacked_bytes",
+        "_unconfirmed",
+        "counts",
+        "delta_count",
+        "delta_end",
+        "delta_start",
+        "delta_transient",
+        "durable",
+        "index",
+        "q1",
+        "q2",
+        "q3",
+        "q4",
+        "redelivered_below",
+        "returned",
+        "seqs",
+    )
 
     def __init__(self, index: QueueIndex, seqs: SeqIds, context: QueueContext, durable: bool = True) -> None:
         self.index = index
@@ -33,10 +90,7 @@ class QueueState:
         self._context = context
         self._settings = context.settings
         self._journal = context.journal
-        self.q1: deque[Entry] = deque()
-        self.q2: deque[Entry] = deque()
-        self.q3: deque[Entry] = deque()
-        self.q4: deque[Entry] = deque()
+        self.q1 = self.q2 = self.q3 = self.q4 = NOTHING
         self.delta_start = 0  # valid while delta_count > 0
         self.delta_end = 0
         self.delta_count = 0
@@ -65,6 +119,14 @@ class QueueState:
         self._target = context.settings.ram_target
         self._disk_reads = 0
         self._disk_writes = 0
+
+    def _filling(self, name: str) -> deque[Entry]:
+        """The container q1, q2, q3 or q4, to put something into."""
+        queue: deque[Entry] = getattr(self, name)
+        if queue is NOTHING:
+            queue = deque()
+            setattr(self, name, queue)
+        return queue
 
     def note_stored(self, entries: list[Entry]) -> None:
         """Count the messages whose payload is in the persistent store."""

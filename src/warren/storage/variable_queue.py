@@ -51,6 +51,7 @@ from warren.kernel.ranges import RangeSet
 from warren.storage.layout import pairs_of
 from warren.storage.payload import join_payload
 from warren.storage.pending_acks import PendingAcks
+from warren.storage.queue_state import NOTHING
 
 T = TypeVar("T")
 _by_seq = attrgetter("seq")
@@ -58,6 +59,8 @@ _by_seq = attrgetter("seq")
 
 class VariableQueue(PendingAcks):
     """One stream (a queue, or one priority level of it). Implements `BackingQueue`."""
+
+    __slots__ = ()
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -215,7 +218,10 @@ class VariableQueue(PendingAcks):
         self._bytes += bodies
         self._rates.entered += len(entries)
         if entries[0].seq > self._last_seq():
-            (self.q1 if self.q3 else self.q4).extend(entries)
+            tail = self.q1 if self.q3 else self.q4
+            if tail is NOTHING:
+                tail = self._filling("q1" if self.q3 else "q4")
+            tail.extend(entries)
             self._ram_count += len(entries)
             self._add_ram(size)
         else:

@@ -51,7 +51,7 @@ from warren.storage.recovery import (
     stream_scans,
 )
 from warren.storage.recovery_terms import TERMS_NAME, erase_terms, read_terms, segment_numbers, unpack_segments
-from warren.storage.segment import SegmentFiles
+from warren.storage.segment import Report, SegmentFiles
 from warren.storage.seq_ids import SeqIds
 from warren.storage.settings import EngineSettings
 from warren.storage.sqlite_queue import SqliteQueue
@@ -93,6 +93,7 @@ class VhostOpening:
         self.root = os.path.join(data_directory, "vhosts", hashed(vhost))
         self.queues: dict[str, StoredQueue] = {}
         self.clean_start = False
+        self._report: Report = self.report  # one bound method for all queues
         self._debug = debug
         self._clock = clock
         self._progress = progress or (lambda what, done, total: None)
@@ -300,7 +301,7 @@ class VhostOpening:
             journal=self.journal,
             journal_directory=self.journal.directory,
             handles=self._handles,
-            report=self.report,
+            report=self._report,
         )
 
     def _stream_directory(self, record: QueueRecord, level: int) -> str:
@@ -464,7 +465,9 @@ class VhostOpening:
         if has_levels(record):
             backing = PriorityQueue(levels)
             backing.init(None)
-        queue = StoredQueue(record, backing, seqs, indexes, self._queue_directory(record))
+        # The path is among the largest things that an idle queue has: there is one of it.
+        directory = self._queue_directory(record) if has_levels(record) else indexes[0].files.directory
+        queue = StoredQueue(record, backing, seqs, indexes, directory)
         self.queues[record.name] = queue
         return queue
 

@@ -136,13 +136,16 @@ class VhostStore(VhostTransactions):
             return self._add_queue(record, seqs, [self._index(record, n) for n in range(level_count(record))], None)
 
     def delete(self, name: str) -> int:
-        """Delete a queue and its messages; how many were ready."""
+        """Delete a queue and its messages; how many were ready. With a group of the metadata open, the delete of a queue
+        that has nothing is part of it, and safe when it ends."""
         with self._checkpoint_lock, self.lock, self.disk_errors():
             self.committer.check()
             queue = self.get(name)
+            has_files = self.disk.is_dir(queue.directory)
             if queue.durable:
                 self.metadata.delete_queue(queue.uid)
-                self.metadata.end_group()  # before its files go
+                if has_files or any(len(index.overlay) for index in queue.indexes):
+                    self.metadata.end_group()  # before its files and stored bodies go
             del self.queues[name]
             try:
                 count = len(queue.backing)
@@ -150,15 +153,15 @@ class VhostStore(VhostTransactions):
             except Exception:  # its files go, whatever is wrong in memory; the next start counts references anew
                 log.exception("queue %r in vhost %r failed while it was deleted", name, self.vhost)
                 count = 0
-            self._to_trash(queue.directory)
-        self._empty_trash()
+            if has_files:
+                self._to_trash(queue.directory)
+        if has_files:
+            self._empty_trash()
         return count
 
     def _to_trash(self, directory: str) -> None:
         """Out of the way at once; the files are unlinked without the lock, but for a disk too full for a directory."""
         trash = os.path.join(self.root, "trash")
-        if not self.disk.is_dir(directory):
-            return
         try:
             self.disk.make_dirs(trash)
             self.disk.rename(directory, os.path.join(trash, os.path.basename(directory)))
@@ -377,9 +380,12 @@ class VhostStore(VhostTransactions):
             return False
 
     def _drop_dead(self) -> None:
-        """Transient messages leave no record in the journal. So without a checkpoint their empty segments go here."""
+        """Transient messages leave no record in the journal. So without a checkpoint their empty segments go here. Queues
+        that nobody uses are not looked at: there may be ten thousand."""
         with self.lock:
-            found = any(segment.empty for index in self.indexes() for segment in index.segments.values())
+            thinned = self.context.thinned
+            found = any(segment.empty for index in thinned for segment in index.segments.values())
+            thinned.clear()
         if found:
             self._new_checkpoint(self.journal.floor - 1).drop_dead()
 

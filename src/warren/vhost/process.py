@@ -7,6 +7,7 @@ when it is told to, when its store fails (then the supervisor starts it anew, th
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -61,6 +62,7 @@ class _Process:
             log.error("%s", error)
             self._control.send("failed", why=str(error))
             return 1
+        gc.freeze()  # what was recovered stays: the collector need not look at it ever again
         self._control.send("up", pid=os.getpid())
         await self._stopping.wait()
         await self._stop()

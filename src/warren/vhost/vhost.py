@@ -35,6 +35,7 @@ from warren.routing.router import Removed, Router
 from warren.storage.settings import EngineSettings
 from warren.storage.vhost_store import StoredQueue, VhostStore
 from warren.vhost.arrivals import Arrivals
+from warren.vhost.collector import collector_paused
 from warren.vhost.commits import Commits
 from warren.vhost.data_requests import DataRequests
 from warren.vhost.operator_requests import OperatorRequests
@@ -78,11 +79,13 @@ class Vhost:
         self.clock = time.monotonic
         self._aliases = {"quorum": "classic"} if queue_type_aliases is None else dict(queue_type_aliases)
         self._loop = loop or asyncio.get_running_loop()
-        self.store = VhostStore(data_directory, name, durability=durability, settings=settings)
+        with collector_paused():
+            self.store = VhostStore(data_directory, name, durability=durability, settings=settings)
         self.commits = Commits(self.store, self._loop, self._on_failed, self._on_full)
         self.router = Router(name)
         self.arrivals = Arrivals(self)
         self.queues: dict[str, QueueProcess] = {}
+        self._exclusive: dict[object, dict[str, None]] = {}  # connection -> the names of its own queues
         self.connections: set[Any] = set()
         self.departing: set[Any] = set()  # told to go, and not gone yet
         self.reply_channels: dict[str, Any] = {}  # token -> channel that consumes from amq.rabbitmq.reply-to
@@ -98,7 +101,8 @@ class Vhost:
         self.policies: dict[str, Policy] = {}
         self.operator_policies: dict[str, Policy] = {}
         self.delayed: dict[str, DelayedQueue] = {}  # by exchange
-        self._recover()
+        with collector_paused():
+            self._recover()
         self.data_requests = DataRequests(self)
         self.data_requests.start()
         self.operator_requests = OperatorRequests(self)
@@ -115,28 +119,20 @@ class Vhost:
         for stored in list(self.store.queues.values()):
             if not stored.name.startswith(DELAYED_PREFIX):
                 self._add(stored, None, stored.record.auto_delete)
-        for row in metadata.exchanges():
+        for record in metadata.exchanges():
             exchange = Exchange(
-                name=row.name,
-                type=row.type,
+                name=record.name,
+                type=record.type,
                 durable=True,
-                auto_delete=row.auto_delete,
-                internal=row.internal,
-                arguments=dict(row.arguments),
+                auto_delete=record.auto_delete,
+                internal=record.internal,
+                arguments=dict(record.arguments),
             )
             self.router.declare(exchange)
             self._add_delayed(exchange)
             self._apply_to_exchange(exchange.name)
-        for bound in metadata.bindings():
-            self.router.bind(
-                Binding(
-                    source=bound.source,
-                    destination_kind=bound.destination_kind,
-                    destination=bound.destination,
-                    routing_key=bound.routing_key,
-                    arguments=dict(bound.arguments),
-                )
-            )
+        for row in metadata.binding_rows():
+            self.router.bind(Binding(*row))
         for queue in list(self.queues.values()):
             with contextlib.suppress(QueueCrashed):
                 queue.expire()
@@ -212,6 +208,8 @@ class Vhost:
         queue = QueueProcess(self, stored, arguments, exclusive_to=exclusive_to, auto_delete=auto_delete)
         queue.declared = QueueArguments.parse(known_arguments(stored.record.arguments))
         self.queues[stored.name] = queue
+        if exclusive_to is not None:
+            self._exclusive.setdefault(exclusive_to, {})[stored.name] = None
         self.router.add_queue(stored.name)
         return queue
 
@@ -342,6 +340,10 @@ class Vhost:
         if self.queues.get(queue.name) is not queue:
             return 0
         del self.queues[queue.name]
+        if queue.exclusive_to is not None:
+            self._exclusive.get(queue.exclusive_to, {}).pop(queue.name, None)
+        if queue.durable:
+            self._changing()
         removed = self.router.remove_queue(queue.name)
         self._forget(removed)
         queue.stop()
@@ -381,8 +383,10 @@ class Vhost:
 
     def release_exclusive(self, connection: object) -> None:
         """The connection is gone, and with it its queues."""
-        for queue in [queue for queue in self.queues.values() if queue.exclusive_to is connection]:
-            self.remove_queue(queue)
+        for name in list(self._exclusive.get(connection, ())):
+            if name in self.queues:  # not one that failed too often
+                self.remove_queue(self.queues[name])
+        self._exclusive.pop(connection, None)
 
     # -- exchanges and bindings --------------------------------------------------------------------------------------
 
