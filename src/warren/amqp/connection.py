@@ -4,7 +4,7 @@ Rules:
 
 1. One call of the kernel scans a whole receive buffer; one write takes everything of a turn of the loop.
 2. What cannot be done now (a full disk, a commit of a transaction under way) is held with everything behind it, and the
-   client is not read from meanwhile. A publisher ahead of the disk is simply not read from.
+   client is not read from meanwhile. A publisher ahead of the disk is simply not read from: `queueing/credit_flow.py`.
 3. An error closes its channel, or the connection where AMQP says so. While it is being closed only the answer counts.
 
 `TRANSITIONS` is the state machine.
@@ -26,6 +26,7 @@ from warren.amqp.methods import METHODS, decode, encode
 from warren.errors import DiskFullError, WarrenError
 from warren.kernel.frame_writer import HEARTBEAT_FRAME, method_frame
 from warren.kernel.frames import ACK, HEARTBEAT, METHOD, PUBLISH, TOO_LARGE, FrameScanner
+from warren.queueing.credit_flow import ReaderFlow, Wait
 from warren.queueing.queue_process import QueueCrashed
 from warren.routing.exchange import Exchange
 
@@ -44,7 +45,6 @@ TRANSITIONS = {
 
 _HIGH_WATER = 1024 * 1024  # bytes on their way to a client before its consumers are stopped
 _LOW_WATER = 256 * 1024
-_MOST_UNCOMMITTED = 8 * 1024 * 1024  # bytes in the journal's buffer before publishers are not read from
 _CLOSE_SECONDS = 10.0
 _SETTLEMENTS = ((60, 80), (60, 90), (60, 110), (60, 120))  # basic.ack, reject, recover, nack
 _CLOSE_OK = method_frame(0, encode("connection.close-ok"))
@@ -126,7 +126,8 @@ class Connection(asyncio.Protocol):
         self._flushing = False
         self._confirming: dict[Channel, None] = {}
         self._held: list[tuple[Any, ...]] = []  # events that wait: for room on the disk, or for tx.commit
-        self._paused = False  # not read from, for now
+        self.flow = ReaderFlow(self)
+        self._published = False  # in this turn
         self._told_blocked = False
         self._last_in = self._last_out = clock()
         self._timer: asyncio.TimerHandle | None = None
@@ -170,8 +171,7 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.writable = True
-        if self._held:
-            self.resume_events()
+        self.flow.done(Wait.CLIENT)
         for channel in list(self.channels.values()):
             channel.unblock()
 
@@ -180,11 +180,12 @@ class Connection(asyncio.Protocol):
     def _handle(self, events: list[tuple[Any, ...]]) -> None:
         for position, event in enumerate(events):
             try:
-                if not self._handle_one(event):
-                    self._hold(events[position:])
+                wait = self._handle_one(event)
+                if wait is not None:
+                    self._hold(events[position:], wait)
                     return
             except DiskFullError:
-                self._hold(events[position:])
+                self._hold(events[position:], Wait.RESOURCES)
                 self._tell_blocked()
                 return
             except AmqpError as error:
@@ -201,36 +202,33 @@ class Connection(asyncio.Protocol):
                 self.fail(AmqpError(541, "the broker failed to do this; its log says why"))
             if self.state == CLOSED:
                 return
-        if len(self.vhost.store.journal.buffer) > _MOST_UNCOMMITTED:
-            self._pause()
-            self.vhost.commits.wait(self, 0)
-        elif (pause := self.vhost.store.overload()) and self._transport is not None:
-            self._pause()
-            self._loop.call_later(pause, self.committed, 0)
+        self.vhost.credit.spent(self.flow, self._published)
+        self._published = False
 
-    def _handle_one(self, event: tuple[Any, ...]) -> bool:
-        """False: not now."""
+    def _handle_one(self, event: tuple[Any, ...]) -> Wait | None:
+        """None: done; else what it has to wait for."""
         kind = event[0]
         if kind == HEARTBEAT:
-            return True
+            return None
         number: int = event[1]
         channel = self.channels.get(number)
         if kind == METHOD:
             if not self.writable and self.state == OPEN:
-                return False  # answers to a client that does not read them would fill the memory
+                return Wait.CLIENT  # answers to a client that does not read them would fill the memory
             return self._method(number, channel, event[2], event[3], event[4])
         if self.state != OPEN:
-            return True
+            return None
         if channel is None:
             raise AmqpError(504, "expected 'channel.open'", 60, 40 if kind == PUBLISH else 80)
         if channel.closing:
-            return True
+            return None
         if channel.transaction is not None and channel.transaction.committing:
-            return False
+            return Wait.TRANSACTION
         if kind == PUBLISH:
             if self.vhost.alarms:
                 self._tell_blocked()
-                return False
+                return Wait.RESOURCES
+            self._published = True
             channel.publish(event[2], event[3], event[4], event[5], event[6])
         elif kind == ACK:
             channel.acks(event[2])
@@ -238,23 +236,25 @@ class Connection(asyncio.Protocol):
             assert kind == TOO_LARGE
             most = self._scanner.max_message_size
             raise AmqpError(406, f"message size {event[2]} is larger than configured max size {most}", 60, 40)
-        return True
+        return None
 
-    def _method(self, number: int, channel: Channel | None, class_id: int, method_id: int, payload: bytes) -> bool:
+    def _method(
+        self, number: int, channel: Channel | None, class_id: int, method_id: int, payload: bytes
+    ) -> Wait | None:
         method = METHODS.get((class_id, method_id))
         if method is None:
             raise AmqpError(503, f"unknown method {class_id},{method_id}", class_id, method_id)
         if channel is not None and channel.transaction is not None and channel.transaction.committing:
-            return False
+            return Wait.TRANSACTION
         try:
             arguments = decode(method, payload)
         except ValueError as error:
             raise AmqpError(501, str(error), class_id, method_id) from None
         if number == 0:
             self._connection_method(method.name, arguments, class_id, method_id)
-            return True
+            return None
         if self.state != OPEN:
-            return True
+            return None
         if method.name == "channel.open":
             self._open_channel(number, channel)
         elif channel is None:
@@ -278,7 +278,7 @@ class Connection(asyncio.Protocol):
                 if not error.class_id:
                     error.class_id, error.method_id = class_id, method_id
                 raise
-        return True
+        return None
 
     def _connection_method(self, name: str, arguments: dict[str, Any], class_id: int, method_id: int) -> None:
         if name == "connection.close":
@@ -368,9 +368,6 @@ class Connection(asyncio.Protocol):
             ),
         )
         self._flush()
-        if self._transport is not None and self._paused:
-            self._transport.resume_reading()
-            self._paused = False
         self._timer = self._loop.call_later(_CLOSE_SECONDS, self._end)
 
     def _end(self) -> None:
@@ -394,6 +391,7 @@ class Connection(asyncio.Protocol):
             return
         self.vhost.connections.discard(self)
         self._held.clear()
+        self.flow.end()
         for channel in list(self.channels.values()):
             if not channel.closing:
                 channel.release()
@@ -401,29 +399,30 @@ class Connection(asyncio.Protocol):
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def _hold(self, events: list[tuple[Any, ...]]) -> None:
+    def _hold(self, events: list[tuple[Any, ...]], wait: Wait) -> None:
         self._held = events
-        self._pause()
+        self.flow.wait_for(wait)
 
-    def _pause(self) -> None:
-        if not self._paused and self._transport is not None and not self._transport.is_closing():
-            self._paused = True
-            self._transport.pause_reading()
-
-    def resume_events(self) -> None:
-        """What was waited for is there: go on where it stopped."""
+    def catch_up(self) -> None:
+        """Of `Reader`: what was waited for is there, go on where it stopped."""
         held, self._held = self._held, []
         self._handle(held)
-        if not self._held and self._paused and self._transport is not None and not self._transport.is_closing():
-            self._paused = False
-            self._transport.resume_reading()
-            self._last_in = self._clock()
         self.schedule_flush()
 
-    def committed(self, number: int) -> None:
-        """Of `Waiter`: the journal's buffer has room again."""
-        if self.state == OPEN:
-            self.resume_events()
+    def pause_reading(self) -> None:
+        """Of `Reader`."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Of `Reader`."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._last_in = self._clock()
+
+    def transaction_done(self) -> None:
+        """tx.commit is answered."""
+        self.flow.done(Wait.TRANSACTION)
 
     def alarm_changed(self) -> None:
         if self.vhost.alarms or self.state != OPEN:
@@ -431,7 +430,8 @@ class Connection(asyncio.Protocol):
         if self._told_blocked:
             self._told_blocked = False
             self.send_method(0, encode("connection.unblocked"))
-        self.resume_events()
+            self.schedule_flush()
+        self.flow.done(Wait.RESOURCES)
 
     def _tell_blocked(self) -> None:
         if self._blocked_notify and not self._told_blocked:
@@ -483,7 +483,7 @@ class Connection(asyncio.Protocol):
     def _beat(self) -> None:
         """Twice in an interval: send where nothing was sent, and look whether the client is alive."""
         now = self._clock()
-        if now - self._last_in > 2 * self.heartbeat and not self._paused:
+        if now - self._last_in > 2 * self.heartbeat and not self.flow.waiting:
             log.warning("connection %s: missed heartbeats from client, timeout: %ss", self.peer, self.heartbeat)
             self.abort()
             return

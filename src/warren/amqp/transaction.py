@@ -64,7 +64,7 @@ class Transaction:
         self.committing = False
         if not self._channel.closing:
             self._channel.reply("tx.commit-ok")
-            self._channel.connection.resume_events()
+            self._channel.connection.transaction_done()
 
     def rollback(self) -> None:
         self._publishes.clear()

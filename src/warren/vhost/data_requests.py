@@ -105,6 +105,7 @@ class DataRequests:
                     "tls": one.tls,
                     "user": one.user,
                     "heartbeat": one.heartbeat,
+                    "waits_for": one.flow.waits,
                     "channels": [
                         {
                             "number": number,

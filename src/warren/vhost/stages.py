@@ -376,9 +376,7 @@ class Stages:
 
     async def _pace(self) -> None:
         """Let others work, and wait where a publisher would have to."""
-        await asyncio.sleep(self._store.overload())
-        while self._vhost.alarms and not self._stopping:
-            await asyncio.sleep(_FULL_SECONDS)
+        await self._vhost.credit.admit()
 
     async def _advance(self, writer: str, offset: int | None, group: _Group | None = None) -> None:
         """Publish some rows and note how far it has come, as one; None: the stage is done."""

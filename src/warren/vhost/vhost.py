@@ -23,6 +23,7 @@ from warren.errors import QueueArgumentError, WarrenError
 from warren.kernel.entry import PERSISTENT, Entry, seqs_of
 from warren.kernel.journal_codec import CHECKOUT
 from warren.queueing.arguments import QueueArguments, known_arguments
+from warren.queueing.credit_flow import CreditFlow
 from warren.queueing.dead_letter import Death
 from warren.queueing.delayed import MAX_DELAY_MS, DelayedQueue, delay_ms
 from warren.queueing.delayed import PREFIX as DELAYED_PREFIX
@@ -93,6 +94,7 @@ class Vhost:
         self.failure: WarrenError | None = None
         self.goodbye = ""  # why clients are sent away; who comes now is sent away too
         self.stopped = False  # nothing acts any more
+        self.credit = CreditFlow(self.store, self.commits, self.later, is_short=lambda: bool(self.alarms))
         self.started_at = time.time()
         self._failed = failed
         self._changed = False  # the metadata has a group that is not committed
