@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 
 import pika
+import pika.exceptions
 import pytest
 
+from tests.test_broker_queue_restart import Broken
 from warren.testing import running_broker
 
 
@@ -115,3 +117,27 @@ def test_a_dead_letter_waits_before_a_delayed_exchange_and_goes_to_the_keys_of_c
     assert came - began >= 0.3
     for queue in ("carbon", "blind"):
         assert channel.basic_get(queue, auto_ack=True)[2] == b"m"
+
+
+@pytest.mark.parametrize("operation", ["publish", "drop", "ackfold"])
+def test_a_failure_among_the_messages_that_wait_costs_none_of_them(operation):
+    """They begin anew from what is on disk, as every queue does."""
+    with running_broker() as broker:
+        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+        channel = connection.channel()
+        declare(channel)
+        publish(channel, b"before", 300)
+
+        def plant() -> None:
+            delayed = broker.broker.vhosts["/"].delayed["later"]
+            delayed.stored.backing = Broken(delayed.stored.backing, operation)
+
+        broker.call(plant)
+        if operation == "ackfold":
+            publish(channel, b"then", 600)
+        else:
+            with pytest.raises(pika.exceptions.NackError):
+                publish(channel, b"refused", 3_600_000)
+            publish(channel, b"then", 600)
+        assert [body for body, _, _ in wait_for(channel, 2)] == [b"before", b"then"]
+        connection.close()

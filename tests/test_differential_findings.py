@@ -109,6 +109,13 @@ def test_an_unbind_of_what_is_not_bound_does_not_ask_whose_queue_it_is(side):
     assert closes(do(side, Step("queue.declare", {"queue": "q1", "exclusive": True}), step)) == []
 
 
+def test_a_binding_that_cannot_be_is_told_before_whose_queue_it_is(side):
+    bind = {"queue": "q1", "exchange": "amq.headers", "arguments": {"x-match": 5}}
+    do(side, Step("queue.declare", {"queue": "q1", "exclusive": True}))
+    assert closes(do(side, Step("queue.bind", bind, connection=1))) == [(406, 50, 20, False)]
+    assert closes(do(side, Step("queue.bind", {**bind, "arguments": {}}, connection=1))) == [(405, 50, 20, False)]
+
+
 # ---- deliveries ----
 
 

@@ -196,6 +196,7 @@ class Connection(asyncio.Protocol):
                     text = f"queue '{crash}' failed and was restarted; try again"
                     self._error(AmqpError(506, text, event[2], event[3]), event)
             except WarrenError as error:
+                self.vhost.wake()  # a store that failed is found by the next commit, and the vhost restarted
                 self.fail(AmqpError(541, f"{type(error).__name__}: {error}"))
             except Exception:
                 log.exception("connection %s: an event failed", self.peer)

@@ -158,9 +158,13 @@ class Declarations:
         self._routed(lambda: check_not_default(exchange))
         self._allow("read", "exchange", exchange)
         self._check_exchange(exchange)
-        known = self._queue(name)
+        binding = _binding(exchange, "queue", name, routing_key, arguments)
+        if name in self.vhost.queues and self.vhost.queues[name].exclusive:
+            # In RabbitMQ's order: what cannot be bound is told before whose queue it is.
+            self._routed(lambda: self.vhost.router.check_binding(binding))
+        self._queue(name)
         self.connection.check_topic(self.vhost.router.exchanges[exchange], routing_key, "read")
-        self._routed(lambda: self.vhost.bind(_binding(exchange, "queue", known.name, routing_key, arguments)))
+        self._routed(lambda: self.vhost.bind(binding))
         if not nowait:
             self.reply("queue.bind-ok")
 

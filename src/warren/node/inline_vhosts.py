@@ -37,8 +37,8 @@ class InlineVhosts:
             self._open(name)
 
     async def stop(self) -> None:
-        for task in list(self._restarts):
-            task.cancel()
+        for name in self._states:  # one that is just restarted is stopped, and not opened again
+            self._states[name] = DOWN
         await asyncio.gather(*self._restarts, return_exceptions=True)
         await close_connections(self.vhosts.values())
         for vhost in list(self.vhosts.values()):

@@ -216,6 +216,10 @@ class Router:
         self._forget_routes()
         return True
 
+    def check_binding(self, binding: Binding) -> None:
+        """Could its source have it? Raises RoutingError as `bind` does, and changes nothing."""
+        matcher_for(self.exchange(binding.source)).add(binding)
+
     def unbind(self, binding: Binding) -> Removed:
         """Remove a binding; one that is not there is removed already. Raises RoutingError 403 for the default exchange."""
         self._check_ends(binding)
