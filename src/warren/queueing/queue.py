@@ -57,6 +57,9 @@ class Queue:
         self._waiting = 0
         self._listeners: list[Callable[[], None]] = []  # called, under the lock, when messages arrive or the queue goes
         self._deleted = False
+        self._plain_head: bytes | None = (
+            None  # of a persistent message with nothing else; a cache for all would be too small
+        )
 
     @property
     def durable(self) -> bool:
@@ -110,6 +113,10 @@ class Queue:
         properties: dict[str, Any],
     ) -> bytes:
         """The stored head of a message to this queue. Raises InvalidArgumentError for what AMQP cannot carry."""
+        if persistent is True and not headers and priority is None and expiration_ms is None and not properties:
+            if self._plain_head is None:
+                self._plain_head = encode_head("", self.name, persistent=True)
+            return self._plain_head
         try:
             return encode_head(
                 "",
