@@ -422,7 +422,7 @@ def test_a_decided_batch_is_published_once_however_often_it_is_decided(channel, 
     names = [stage(root, [("", "orders", b"%d-%d" % (part, n)) for n in range(5)], partition=part) for part in range(2)]
     orphan = stage(root, [("", "orders", b"of a killed attempt")], attempt=1)
     done = ask("stages/decide", vhost="/", writer="w", batch="0", stages=names)
-    assert done == {"decided": True, "duplicate": False, "released": True, "count": 10}
+    assert done == {"decided": True, "duplicate": False, "released": True, "count": 10, "unroutable": 0}
     again = stage(root, [("", "orders", b"repeated")])
     assert ask("stages/decide", vhost="/", writer="w", batch="0", stages=[again])["duplicate"]
     assert sorted(drain(channel)) == sorted(b"%d-%d" % (part, n) for part in range(2) for n in range(5))
@@ -468,7 +468,7 @@ def test_stages_are_of_their_writer_and_nowhere_else(running, channel, ask, root
     running.broker.users.set_permissions("eve", "/", ".*", ".*", ".*")
     eve = Client(running.http_url, "eve", "pw")
     assert eve("stages/decide", vhost="/", writer="w", batch="9", stages=[])["count"] == 0  # a writer of her own
-    assert ask("stages/status", vhost="/", writer="w") == {"decided": "0", "pending": 0}
+    assert ask("stages/status", vhost="/", writer="w") == {"decided": "0", "pending": 0, "unroutable": 0}
     assert drain(channel) == [b"2"]
 
 

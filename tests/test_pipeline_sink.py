@@ -486,7 +486,7 @@ def test_a_batch_of_a_stream_that_is_repeated_is_not_published_again(
     identity = json.loads((tmp_path / "checkpoint" / "metadata").read_text())["id"]
     with BrokerClient(running.http_url, Credentials("guest", "guest")) as client:
         status = client.call("stages/status", vhost="/", writer=f"spark-{identity}")
-    assert status == {"decided": f"{identity.replace('-', '')}.1", "pending": 0}
+    assert status == {"decided": f"{identity.replace('-', '')}.1", "pending": 0, "unroutable": 0}
 
 
 def test_a_replayed_batch_is_told_from_a_new_checkpoint_in_the_same_place(

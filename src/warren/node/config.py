@@ -260,6 +260,9 @@ class Config(BaseSettings):
     disk_free_limit: Size = Field(
         default=50_000_000, ge=0, description="free bytes on disk below which publishers are stopped"
     )
+    staged_limit: Size = Field(
+        default=16 * 1024**3, ge=1, description="bytes that sinks of Spark may have staged in a vhost"
+    )
     handshake_timeout: Seconds = Field(default=10, gt=0, description="seconds that a client has to log in")
     max_handshakes: Count = Field(
         default=4000, ge=1, le=10**6, description="clients that may be logging in at one time"

@@ -202,6 +202,7 @@ class PipelineApi:
         elif name == "stages/open":
             kind, seconds = "stage", _TICKET_SECONDS
             says |= {"writer": result.pop("writer"), "batch": body.get("batch"), "root": result.pop("root")}
+            says |= {"limit": self._broker.config.staged_limit, "free": self._broker.config.disk_free_limit}
         else:
             if name == "leases/open":
                 self._start_data_server()  # the first batch asks for its address

@@ -257,6 +257,7 @@ class BrokerClient:
         ticket: str,
         batches: Iterable[pa.RecordBatch],
         query: Mapping[str, object] | None = None,
+        busy_seconds: float | None = None,
     ) -> dict[str, Any]:
         """POST record batches to the data server. They are gone through once for every attempt: a list can be tried
         again, an iterator only once."""
@@ -280,7 +281,7 @@ class BrokerClient:
                 return _json_answer(data_url, answer, answer.read())
 
         retry_seconds = 0.0 if isinstance(batches, Iterator) else None
-        return self._until_answered(data_url, attempt, retry_seconds)
+        return self._until_answered(data_url, attempt, retry_seconds, busy_seconds)
 
     def _until_answered(
         self,

@@ -20,11 +20,13 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import socket
 import ssl
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -47,7 +49,7 @@ from warren.pipeline.schema import arrow_schema
 from warren.pipeline.store_view import open_view
 from warren.queueing.properties import decode_head
 from warren.storage.layout import hashed
-from warren.storage.stage_file import StageWriter
+from warren.storage.stage_file import StageWriter, staged_bytes
 from warren.tickets import TicketError, Tickets
 
 log = logging.getLogger("warren.pipeline")
@@ -69,6 +71,7 @@ class DataServer:
         self.stamps = stamps  # by user
         self._tickets = Tickets(key, lambda user: self.stamps.get(user))
         self._node_url = node_url
+        self._arriving: Counter[str] = Counter()  # bytes of stages that are not files yet, by vhost
         self._trust = _pinned(certificate) if certificate is not None else None
 
     def application(self) -> Starlette:
@@ -87,6 +90,8 @@ class DataServer:
             try:
                 result: Response = await work(request)
                 return result
+            except _NoRoom as error:
+                return _refusal(503, "unavailable", str(error))
             except TicketError as error:
                 return _refusal(401, "unauthorized", str(error))
             except FileNotFoundError as error:
@@ -173,9 +178,20 @@ class DataServer:
         # All of the body is there before any of it is looked at: the network may be slow. A large one waits on the disk.
         directory = os.path.join(said["root"], "stages")
         os.makedirs(directory, exist_ok=True)
-        with tempfile.SpooledTemporaryFile(_MOST_IN_RAM, dir=directory) as file:
+        room = _Room(said, batch, self._arriving)
+        with room, tempfile.SpooledTemporaryFile(_MOST_IN_RAM, dir=directory) as file:
+            refused: WarrenError | None = None
             async for chunk in request.stream():
-                file.write(chunk)
+                if refused is not None:
+                    continue  # who still sends would not hear the answer
+                try:
+                    room.take(len(chunk))
+                except WarrenError as error:
+                    refused = error
+                else:
+                    file.write(chunk)
+            if refused is not None:
+                raise refused
             file.seek(0)
             answer = await run_in_threadpool(self._write_stage, file, said, batch, place)
         return JSONResponse(answer)
@@ -222,6 +238,45 @@ def _columns_of(rows: pa.RecordBatch) -> tuple[list[bytes], tuple[memoryview, me
 
 def _bytes_of(buffer: pa.Buffer | None) -> memoryview:
     return memoryview(b"" if buffer is None else buffer).cast("B")
+
+
+class _NoRoom(WarrenError):
+    """There may be room for a stage later, when others are released."""
+
+
+class _Room:
+    """The place on disk that a stage takes while it arrives. What others have staged makes it wait; a batch that has no room
+    even when it is alone is refused for good."""
+
+    def __init__(self, said: dict[str, Any], batch: str, arriving: Counter[str]) -> None:
+        self._root, self._limit = said["root"], said["limit"]
+        self._arriving = arriving
+        self._batch = batch
+        self._taken = 0
+        staged, self._ours = staged_bytes(self._root, said["writer"], batch)
+        self._others = staged - self._ours
+        if shutil.disk_usage(self._root).free < said["free"]:
+            raise _NoRoom(f"the broker's disk has less than {said['free']} bytes left (disk_free_limit)")
+
+    def take(self, size: int) -> None:
+        self._taken += size
+        self._arriving[self._root] += size
+        if self._ours + self._taken > self._limit:
+            raise PipelineError(
+                f"batch {self._batch} has more than the {self._limit} bytes that sinks may stage in a vhost: make batches "
+                f"smaller (maxOffsetsPerTrigger, maxBytesPerTrigger), or raise staged_limit of the broker"
+            )
+        if self._others + self._ours + self._arriving[self._root] > self._limit:
+            raise _NoRoom(
+                f"sinks have staged {self._others + self._ours} of {self._limit} bytes that they may in this vhost "
+                f"(staged_limit of the broker): batches wait for queues that are full, or were given up less than a day ago"
+            )
+
+    def __enter__(self) -> _Room:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._arriving[self._root] -= self._taken
 
 
 def _check_head(head: bytes, user: str) -> str:

@@ -63,6 +63,7 @@ OPTIONS: dict[str, tuple[Use, ...]] = {
     "routingKey": _WRITE,
     "producerName": _WRITE,
     "maxStageBytes": _WRITE,
+    "mandatory": _WRITE,
 }
 
 SECRETS = frozenset({"user", "password", "token", "passwordFile", "tokenFile"})

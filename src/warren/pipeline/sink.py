@@ -34,8 +34,8 @@ from urllib.parse import unquote, urlsplit
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from warren.pipeline.broker_client import BrokerClient, Credentials
-from warren.pipeline.errors import CredentialsError, OptionError, PipelineError
-from warren.pipeline.options import checked_options, whole_number
+from warren.pipeline.errors import BrokerError, CredentialsError, OptionError, PipelineError
+from warren.pipeline.options import checked_options, truth, whole_number
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,6 +45,7 @@ log = logging.getLogger("warren.pipeline")
 
 DEFAULT_STAGE_BYTES = 32 * 1024 * 1024
 DECIDE_SECONDS = 600.0  # a queue that is full holds the last batch, and the next decision waits for it
+STAGE_SECONDS = 600.0  # what others have staged fills the place that there is for stages
 ABORT_SECONDS = 5.0  # stages that are not dropped now are dropped later
 
 _OPTIONS_OF_SPARK = frozenset({"queryname", "checkpointlocation", "outputmode"})  # it passes them on
@@ -62,6 +63,7 @@ class SinkSettings:
     routing_key: str | None
     producer: str | None
     max_stage_bytes: int  # a task has as many stages as it needs
+    mandatory: bool  # rows that no queue takes are an error, and not only counted
     ca_file: str | None
 
     @classmethod
@@ -79,6 +81,7 @@ class SinkSettings:
             routing_key=given.get("routingKey"),
             producer=given.get("producerName"),
             max_stage_bytes=whole_number(given, "maxStageBytes", 1) or DEFAULT_STAGE_BYTES,
+            mandatory=truth(given, "mandatory", False),
             ca_file=given.get("caFile"),
         )
 
@@ -140,7 +143,7 @@ class _Stages:
         count = 0
 
         def send(messages: list[pa.RecordBatch]) -> int:
-            answer = client.upload(data_url, "/stages", ticket, messages, where)
+            answer = client.upload(data_url, "/stages", ticket, messages, where, STAGE_SECONDS)
             expected: int = sum(message.num_rows for message in messages)
             if answer["count"] != expected:
                 raise PipelineError(f"the data server at {data_url} staged {answer['count']} rows of {expected}")
@@ -168,13 +171,22 @@ class _Stages:
         if not stages:
             return
         with self._client() as client:
-            client.call(
+            answer = client.call(
                 "stages/decide",
                 busy_seconds=DECIDE_SECONDS,
                 vhost=self._settings.vhost,
                 writer=self.writer,
                 batch=batch,
                 stages=stages,
+                mandatory=self._settings.mandatory,
+            )
+        if answer.get("unroutable"):
+            log.warning(
+                "%d of %d rows of batch %s were dropped, because no queue takes them; the broker's log says where they were "
+                "sent. mandatory=true makes that an error",
+                answer["unroutable"],
+                answer["count"],
+                batch,
             )
 
     def drop(self, messages: list[Staged | None]) -> None:
@@ -288,15 +300,6 @@ class WarrenBatchWriter(DataSourceArrowWriter):
         return self._stages.stage("0", context.partitionId(), context.taskAttemptId(), iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        with self._on_the_driver() as stages:
-            stages.decide("0", _checked(messages))
-
-    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        with self._on_the_driver() as stages:
-            stages.drop(_checked(messages))
-
-    @contextlib.contextmanager
-    def _on_the_driver(self) -> Iterator[_Stages]:
         try:
             token = Path(self._token_file).read_text()
         except OSError as error:
@@ -304,10 +307,33 @@ class WarrenBatchWriter(DataSourceArrowWriter):
                 f"the driver's token in {self._token_file} is gone ({error.strerror}): nothing was published, write again"
             ) from error
         try:
-            yield _Stages(self._settings, self._stages.writer, Credentials(token=token))
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(self._token_file)
+            self._with(token).decide("0", _checked(messages))
+        except PipelineError as error:
+            if isinstance(error, BrokerError) and error.code != "unavailable":
+                raise  # it was refused: nothing was published
+            raise PipelineError(
+                f"it is not known whether the rows were published: the decision was sent, and no answer came ({error}). When "
+                f"the broker is back, POST /api/pipeline/stages/status with writer {self._stages.writer!r} says decided: "
+                f"'0' if they were, and null if not; write again only then"
+            ) from error
+        self._forget_token()
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Spark is about to say why: also when `commit` failed, whose batch the broker keeps if it was decided."""
+        try:
+            token = Path(self._token_file).read_text()
+        except OSError as error:
+            log.warning("the stages of writer %r are left to the broker: %s", self._stages.writer, error)
+            return
+        self._with(token).drop(_checked(messages))
+        self._forget_token()
+
+    def _with(self, token: str) -> _Stages:
+        return _Stages(self._settings, self._stages.writer, Credentials(token=token))
+
+    def _forget_token(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._token_file)
 
 
 def _leave_token(settings: SinkSettings, credentials: Credentials) -> str:

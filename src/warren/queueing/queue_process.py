@@ -500,6 +500,14 @@ class QueueProcess:
                 gone = set(spent)
                 seqs = [seq for seq in seqs if seq not in gone]
             self.redelivered += len(self._backing.requeue(seqs))
+        self.came_back()
+
+    @_guarded
+    def came_back(self) -> None:
+        """Messages that somebody had are ready again: limits and times to live count for them, and consumers get them."""
+        if self.deleted:
+            return
+        with self._lock:
             if self._limited and not self._rejects:
                 self._drop_head()
         self._expiring = True

@@ -11,6 +11,7 @@ they name. A file without one does not exist for anybody: its task never said th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -57,6 +58,23 @@ def stage_path(root: str, name: str) -> str:
 
 def stage_directory(root: str, writer: str) -> str:
     return os.path.join(root, STAGES, _quoted(writer))
+
+
+def staged_bytes(root: str, writer: str, batch: str) -> tuple[int, int]:
+    """What all stages of a vhost take on disk, and those of one batch of a writer."""
+    everything = ours = 0
+    start = f"{_quoted(batch)}-"
+    own = os.path.basename(stage_directory(root, writer))
+    with contextlib.suppress(FileNotFoundError), os.scandir(os.path.join(root, STAGES)) as writers:
+        for found in writers:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(found.path) as files:
+                for file in files:
+                    with contextlib.suppress(FileNotFoundError):
+                        size = file.stat().st_size
+                        everything += size
+                        if found.name == own and file.name.startswith(start):
+                            ours += size
+    return everything, ours
 
 
 def batch_of(name: str) -> str:

@@ -334,7 +334,7 @@ class Leases:
         await self._vhost.commits.safe()
         for queue in list(self._vhost.queues.values()):
             if queue.stored.uid in touched:
-                queue.run()
+                queue.came_back()
         return {"requeued": count}
 
     async def release(self, permissions: Permissions, *, lease: str, requeue: bool = False) -> dict[str, Any]:

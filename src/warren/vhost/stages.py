@@ -7,7 +7,8 @@ in the journal names the stages of the batch, and from there on the batch is pub
 2. Stages that no decision names are dropped when their writer decides a later batch, or after a day.
 3. Releasing moves rows into exchanges a few hundred at a time. The messages and how far it has come are one record group:
    after a crash it goes on at the row where it was.
-4. A writer's next batch is decided when the one before it is released. So a queue that does not take more holds the stream
+4. A row that no queue takes is counted with its batch, in the same record. With `mandatory` such a batch is not decided.
+5. A writer's next batch is decided when the one before it is released. So a queue that does not take more holds the stream
    back, and nothing else.
 """
 
@@ -18,7 +19,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from warren.kernel.entry import PERSISTENT, Entry, make_entries, set_level
@@ -30,6 +31,7 @@ from warren.storage.stage_file import (
     STAGES,
     StageError,
     StageReader,
+    StageRows,
     batch_of,
     read_info,
     stage_directory,
@@ -52,6 +54,7 @@ _HEADS_KEPT = 4096
 _MOST_NAME = 120
 ONLY_BATCH = "0"  # of a writer that is no stream
 _ORPHAN_SECONDS = 86_400.0
+_SWEEP_SECONDS = 600.0
 
 
 class _Address(NamedTuple):
@@ -94,6 +97,8 @@ class _Group:
         self._ways: dict[bytes, _Way] = {}
         self.arriving: dict[QueueProcess, list[Entry]] = {}
         self.delayed: dict[DelayedQueue, list[Entry]] = {}
+        self.unroutable = 0  # rows that no queue takes
+        self.nowhere: list[str] | None = None  # where the first of them was sent: exchange and routing key
         self._under_way: dict[QueueProcess, tuple[int, int]] = {}  # messages and bytes
 
     def add(self, head: bytes, bodies: list[bytes]) -> int:
@@ -116,7 +121,20 @@ class _Group:
         for delayed, flags, due in way.waits if taken else ():
             held, _ = make_entries(bodies, way.head, 0, flags, self._now, due)
             self.delayed.setdefault(delayed, []).extend(held)
+        if not way.targets and not way.waits:
+            self.unroutable += taken
+            if self.nowhere is None:
+                address = self._address(head)
+                self.nowhere = [address.exchange, address.keys[0]]
         return taken
+
+    def goes_nowhere(self, head: bytes) -> bool:
+        """Would no queue take a row with this head, as things are? One that is delayed is looked at when it is due."""
+        address = self._address(head)
+        if address.exchange not in self._vhost.router.exchanges:
+            return True
+        way = self._way(address)
+        return not way.targets and not way.waits
 
     def _room_for(self, bodies: list[bytes], queues: list[QueueProcess]) -> int:
         """How many of these rows, from the first on, all of these queues take."""
@@ -173,17 +191,18 @@ class Stages:
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self._heads: dict[bytes, _Address] = {}
         self._stopping = False
+        self._sweeping: asyncio.Task[None] | None = None
 
     def resume(self) -> None:
         """After a start: go on with what was decided and not released."""
         for writer, state in self._store.ledger.table(STAGE).items():
             if state["pending"]:
                 self._start(writer)
-        self._drop_orphans()
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def stop(self) -> None:
         self._stopping = True
-        tasks = list(self._releasing.values())
+        tasks = [*self._releasing.values(), *([self._sweeping] if self._sweeping is not None else ())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -199,8 +218,12 @@ class Stages:
         return {"decided": state["batch"] if state else None, "root": self._store.root, "writer": writer}
 
     def status(self, permissions: Permissions, *, writer: str) -> dict[str, Any]:
-        state = self._store.ledger.table(STAGE).get(_key(permissions, writer))
-        return {"decided": state["batch"] if state else None, "pending": len(state["pending"]) if state else 0}
+        state = self._store.ledger.table(STAGE).get(_key(permissions, writer)) or {"batch": None, "pending": ()}
+        return {
+            "decided": state["batch"],
+            "pending": len(state["pending"]),
+            "unroutable": state.get("unroutable", 0),
+        }
 
     def _path(self, writer: str, name: str) -> str:
         path = stage_path(self._store.root, name)
@@ -208,15 +231,18 @@ class Stages:
             raise bad_request(f"stage {name!r} is not of writer {writer!r}")
         return path
 
-    async def decide(self, permissions: Permissions, *, writer: str, batch: str, stages: list[str]) -> dict[str, Any]:
-        """Publish these stages, and no others of the batch, ever."""
+    async def decide(
+        self, permissions: Permissions, *, writer: str, batch: str, stages: list[str], mandatory: bool = False
+    ) -> dict[str, Any]:
+        """Publish these stages, and no others of the batch, ever. With `mandatory` all rows, as things are, or none."""
         writer = _key(permissions, writer)
         if not await self._released(writer, _WAIT_SECONDS):
             raise Refused(503, "unavailable", f"the last batch of {writer!r} is still being published")
         state = self._store.ledger.table(STAGE).get(writer)
         if state is not None and _is_decided(state["batch"], batch):
             self._drop(writer, stages)
-            return {"decided": True, "duplicate": True, "released": True, "count": 0}
+            unroutable = state.get("unroutable", 0) if state["batch"] == batch else 0
+            return {"decided": True, "duplicate": True, "released": True, "count": 0, "unroutable": unroutable}
         if len(set(stages)) < len(stages):
             raise bad_request("a stage is named twice")
         count = 0
@@ -227,6 +253,8 @@ class Stages:
                 self._check_exchanges(permissions, info.exchanges)
                 await self._check_topics(permissions, path, info.exchanges)
                 count += info.count
+            if mandatory:
+                await self._check_routes([self._path(writer, name) for name in stages])
         except StageError as error:
             raise Refused(409, "data_loss", f"{error}; the batch was not published, run it again") from None
         except Refused as refused:
@@ -238,13 +266,16 @@ class Stages:
             raise Refused(503, "unavailable", f"another batch of {writer!r} is being published")
         with self._store.lock:
             self._store.committer.check_publish()
-            decided = {"batch": batch, "pending": list(stages), "offset": 0, "at": time.time()}
+            decided = {"batch": batch, "pending": list(stages), "offset": 0, "unroutable": 0}
+            decided["at"] = time.time()
             self._store.ledger.put(STAGE, writer, decided)
             self._forget_old()
         self._start(writer)  # its records follow the decision's in the journal, so they are never safe before it
         await self._vhost.commits.safe()
         released = await self._released(writer, _WAIT_SECONDS)
-        return {"decided": True, "duplicate": False, "released": released, "count": count}
+        state = self._store.ledger.table(STAGE).get(writer) or {}
+        unroutable = state.get("unroutable", 0) if state.get("batch") == batch else 0
+        return {"decided": True, "duplicate": False, "released": released, "count": count, "unroutable": unroutable}
 
     def _forget_old(self) -> None:
         """Writers of one batch never come back, at most repeat it; a day later they are forgotten. Requires: the lock."""
@@ -275,24 +306,33 @@ class Stages:
         }
         if not narrowed:
             return
-        reader = StageReader(path)
-        try:
-            offset = 0
-            while offset < reader.end:
-                rows = reader.read(offset, _ROWS, _BYTES)
-                for head in set(rows.heads):
-                    address = _address(head)
-                    for key in address.keys if address.exchange in narrowed else ():
-                        if not permissions.check_topic(address.exchange, "write", key):
-                            raise forbidden(
-                                f"user {permissions.user!r} may not write to topic {key!r} of exchange {address.exchange!r}"
-                            )
-                if not rows.ends:
-                    break
-                offset = rows.ends[-1]
-                await asyncio.sleep(0)
-        finally:
-            reader.close()
+        async for rows in _rows_of(path):
+            for head in set(rows.heads):
+                address = _address(head)
+                for key in address.keys if address.exchange in narrowed else ():
+                    if not permissions.check_topic(address.exchange, "write", key):
+                        raise forbidden(
+                            f"user {permissions.user!r} may not write to topic {key!r} of exchange {address.exchange!r}"
+                        )
+
+    async def _check_routes(self, paths: list[str]) -> None:
+        """Refuse a batch of which some rows would go nowhere, and say how many and where they were sent."""
+        lost = 0
+        first: _Address | None = None
+        for path in paths:
+            async for rows in _rows_of(path):
+                group = _Group(self._vhost, self._heads)
+                for head, count in zip(rows.heads, rows.counts, strict=True):
+                    if group.goes_nowhere(head):
+                        lost += count
+                        first = first or _address(head)
+        if first is not None:
+            raise Refused(
+                409,
+                "unroutable",
+                f"mandatory=true: no queue takes {lost} rows, the first of them sent to exchange {first.exchange!r} with "
+                f"routing key {first.keys[0]!r}. Nothing was published: bind a queue for them, or leave them out",
+            )
 
     def drop(self, permissions: Permissions, *, writer: str, stages: list[str]) -> dict[str, Any]:
         """Stages that nobody will decide about any more."""
@@ -333,6 +373,17 @@ class Stages:
             except Exception as error:  # no room on the disk, no descriptor, a queue that failed: it is tried again
                 log.warning("vhost %r: publishing what %r decided waits: %r", self._vhost.name, writer, error)
                 await asyncio.sleep(_TROUBLE_SECONDS)
+        state = self._store.ledger.table(STAGE)[writer]
+        if state.get("unroutable") and not state["pending"]:
+            log.warning(
+                "vhost %r: %d rows of batch %s of %r were dropped, because no queue takes them; the first was sent to "
+                "exchange %r with routing key %r",
+                self._vhost.name,
+                state["unroutable"],
+                state["batch"],
+                writer,
+                *state.get("nowhere") or ("", ""),
+            )
         self._drop_undecided(writer)
 
     async def _release_first(self, writer: str) -> None:
@@ -384,6 +435,9 @@ class Stages:
         after = {**state, "offset": offset or 0}
         if offset is None:
             after["pending"] = state["pending"][1:]
+        if group is not None and group.unroutable:
+            after["unroutable"] = state.get("unroutable", 0) + group.unroutable
+            after["nowhere"] = state.get("nowhere") or group.nowhere
         done = asyncio.get_running_loop().create_future()
 
         def told() -> None:
@@ -404,6 +458,15 @@ class Stages:
         with contextlib.suppress(OSError):  # there is something in it
             os.rmdir(directory)
 
+    async def _sweep(self) -> None:
+        """Tasks that were killed and drivers that never came back leave stages that nobody decides about."""
+        while True:
+            try:
+                self._drop_orphans()
+            except OSError as error:
+                log.warning("vhost %r: old stages cannot be dropped: %s", self._vhost.name, error)
+            await asyncio.sleep(_SWEEP_SECONDS)
+
     def _drop_orphans(self) -> None:
         directory = os.path.join(self._store.root, STAGES)
         decided = {name for state in self._store.ledger.table(STAGE).values() for name in state["pending"]}
@@ -413,14 +476,32 @@ class Stages:
                 return age > _ORPHAN_SECONDS and f"{writer}/{name}" not in decided
 
             self._drop_files(os.path.join(directory, writer), is_orphan)
+            with contextlib.suppress(OSError):  # there is something in it
+                os.rmdir(os.path.join(directory, writer))
 
     def _drop_files(self, directory: str, is_litter: Callable[[str, float], bool]) -> None:
         now = time.time()
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(directory):
-                path = os.path.join(directory, name)
+        for name in os.listdir(directory) if os.path.isdir(directory) else ():
+            path = os.path.join(directory, name)
+            with contextlib.suppress(FileNotFoundError):  # the data server has renamed it
                 if is_litter(name, now - os.path.getmtime(path)):
                     os.unlink(path)
+
+
+async def _rows_of(path: str) -> AsyncIterator[StageRows]:
+    """The rows of a stage, some at a time; others have their turn in between."""
+    reader = StageReader(path)
+    try:
+        offset = 0
+        while offset < reader.end:
+            rows = reader.read(offset, _ROWS, _BYTES)
+            if not rows.ends:
+                break
+            yield rows
+            offset = rows.ends[-1]
+            await asyncio.sleep(0)
+    finally:
+        reader.close()
 
 
 def _key(permissions: Permissions, writer: str) -> str:
