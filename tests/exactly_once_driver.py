@@ -7,6 +7,7 @@ the class that writes Spark's checkpoint files is replaced by one that comes by 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ from warren.pipeline.sink import WarrenStreamWriter
 from warren.pipeline.source import WarrenSource
 from warren.pipeline.stream_source import WarrenStreamReader
 
+SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # a JVM that is killed soon has no use for good code
 GUEST = {"user": "guest", "password": "guest"}
 
 # Spark's own writer of checkpoint files, which tells of `commits/N` before that is there, and waits.
@@ -53,7 +55,8 @@ public class TrappedCheckpoint extends FileContextBasedCheckpointFileManager {
     public void renameTempFile(Path from, Path to, boolean overwrite) {
         if (to.getParent().getName().equals("commits") && to.getName().matches("[0-9]+")) {
             try {
-                String[] command = {"PYTHON", "-m", "tests.exactly_once_traps", "POINT"};
+                String sink = to.getParent().getParent().getName().replace("checkpoint-", "");
+                String[] command = {"PYTHON", "-m", "tests.exactly_once_traps", "POINT", sink};
                 new ProcessBuilder(command).inheritIO().start().waitFor();
             } catch (Exception error) {
                 throw new RuntimeException(error);
@@ -67,15 +70,15 @@ public class TrappedCheckpoint extends FileContextBasedCheckpointFileManager {
 
 class TrappedReader(WarrenStreamReader):
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
-        reached(BATCH_COMMITTED)
+        reached(BATCH_COMMITTED, self._settings.lease)
         end = super().latestOffset(start, limit)
         if end != start:
-            reached(CHECKED_OUT)
+            reached(CHECKED_OUT, self._settings.lease)
         return end
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         yield from super().read(partition)
-        reached(TASK_READ)
+        reached(TASK_READ, self._settings.lease)
 
 
 class TrappedWriter(WarrenStreamWriter):
@@ -94,7 +97,7 @@ def _wait_for_a_full_queue(trap: dict[str, Any]) -> None:
             < trap["room"]
         ):
             time.sleep(0.005)
-    reached(RELEASING)
+    reached(RELEASING, "broker")
 
 
 class TrappedSource(WarrenSource):
@@ -105,8 +108,8 @@ class TrappedSource(WarrenSource):
         return TrappedWriter(self.options, schema)
 
 
-def _begin_task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    reached(HALF_DONE)
+def _begin_task(sink: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    reached(HALF_DONE, sink)
     yield from batches
 
 
@@ -119,12 +122,13 @@ def drive(said: dict[str, Any]) -> None:
         "spark.sql.session.timeZone": "UTC",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.memory": "600m",
+        "spark.driver.extraJavaOptions": SHORT_LIVED,
         "spark.executor.memory": "512m",
         "spark.executor.cores": "1",
         "spark.cores.max": "2",
         "spark.executorEnv.PYTHONPATH": os.environ["PYTHONPATH"],
         f"spark.executorEnv.{TRAP}": os.environ.get(TRAP, "null"),
-        "spark.executor.extraJavaOptions": f"-Dwarren.traps={said['traps']}",
+        "spark.executor.extraJavaOptions": f"{SHORT_LIVED} -Dwarren.traps={said['traps']}",
         "spark.local.dir": f"{work}/local",
         **said["conf"],
     }.items():
@@ -149,7 +153,7 @@ def drive(said: dict[str, Any]) -> None:
 
 
 def _start(rows: DataFrame, sink: str, said: dict[str, Any], access: dict[str, str]) -> Any:
-    frame = rows.repartition("body").mapInArrow(_begin_task, "body binary")
+    frame = rows.repartition("body").mapInArrow(functools.partial(_begin_task, sink), "body binary")
     checkpoint = f"{said['work']}/checkpoint-{sink}"
     writer = frame.writeStream.option("checkpointLocation", checkpoint).trigger(availableNow=True)
     if sink == "parquet":

@@ -1,8 +1,9 @@
 """Where something is killed, and whom: what the drivers of `test_pipeline_exactly_once.py` fall into.
 
 A trap is said in the environment (`WARREN_PIPELINE_TRAP`, JSON), so that the driver, its JVM and the executors all know it. A
-process that comes by a point calls `reached`; the n-th one to come by the trap's point kills its victim with signal 9 and
-leaves the file `killed` in the trap's directory. Only the standard library: an interpreter is started for it, too.
+process that comes by a point calls `reached` with the sink that it works for; for each sink the n-th one to come by the
+trap's point kills its victim with signal 9 and leaves the file `killed-<sink>` in the trap's directory. Only the standard
+library: an interpreter is started for it, too.
 """
 
 from __future__ import annotations
@@ -32,30 +33,36 @@ EXECUTOR = "CoarseGrainedExecutorBackend"
 
 
 def trapped(point: str) -> dict[str, Any] | None:
-    """The trap, if it is at this point and nobody was caught yet."""
+    """The trap, if it is at this point."""
     trap: dict[str, Any] | None = json.loads(os.environ.get(TRAP, "null"))
-    if trap is None or trap["point"] != point or (Path(trap["directory"]) / "killed").exists():
-        return None
-    return trap
+    return trap if trap is not None and trap["point"] == point else None
 
 
-def reached(point: str) -> None:
+def killed(directory: str | Path, sink: str) -> Path:
+    """There, when something was killed while it worked for the sink."""
+    return Path(directory) / f"killed-{sink}"
+
+
+def reached(point: str, sink: str) -> None:
     """Kill the victim, if this is the point and the time."""
     trap = trapped(point)
     if trap is None:
         return
-    directory = Path(trap["directory"])
-    with open(directory / "reached", "ab") as file:
+    with open(Path(trap["directory"]) / f"reached-{sink}", "ab") as file:
         file.write(b".")
         file.flush()
         if file.tell() != trap["nth"]:
             return
+    mark = killed(trap["directory"], sink)
     if trap["victim"] == "driver":
-        (directory / "killed").touch()
+        mark.touch()
         kill_session(os.getsid(0))
         os.kill(os.getpid(), signal.SIGKILL)
-    _kill(_victim(trap))
-    (directory / "killed").touch()
+    victim = _victim(trap)
+    if trap["victim"] == "executor":
+        mark.touch()  # this process may be the executor's own
+    _kill(victim)
+    mark.touch()
 
 
 def _victim(trap: dict[str, Any]) -> int:
@@ -63,7 +70,7 @@ def _victim(trap: dict[str, Any]) -> int:
         with urllib.request.urlopen(trap["url"] + "/api/status", timeout=10) as answer:
             return int(json.load(answer)["vhosts"][0]["pid"])
     if trap["victim"] == "node":
-        return int(trap["node"])
+        return int((Path(trap["directory"]) / "node").read_text())
     executors = [pid for pid in _processes() if _is_executor(pid, trap["directory"])]
     mine = [pid for pid in _ancestors(os.getpid()) if pid in executors]  # the one that has this task
     return [*mine, *executors][0]
@@ -109,4 +116,4 @@ def kill_session(session: int) -> None:
 
 
 if __name__ == "__main__":
-    reached(sys.argv[1])
+    reached(sys.argv[1], sys.argv[2])

@@ -378,6 +378,20 @@ def test_a_snapshot_is_listed_kept_alive_and_released(channel, ask):
     assert ask.ask("snapshots/heartbeat", vhost="/", id=said["id"])[0] == 404
 
 
+def test_the_snapshots_of_a_group_are_released_together_and_only_those_of_the_user(running, channel, ask):
+    running.broker.users.add_user("ann", "pw")
+    running.broker.users.set_permissions("ann", "/", "", "", ".*")
+    ann = Client(running.http_url, "ann", "pw")
+    for client, group in ((ask, "job"), (ask, "job"), (ask, None), (ann, "job")):
+        client("snapshots/take", vhost="/", queues=["orders"], ttl=60, group=group)
+    assert ask("snapshots/release", vhost="/", group="job") == {"released": 2}
+    left = [(one["user"], one["group"]) for one in ask("snapshots/list")["snapshots"]]
+    assert left == [("guest", None), ("ann", "job")]
+    assert ask("snapshots/release", vhost="/", group="job") == {"released": 0}
+    for wrong in ({}, {"id": "x", "group": "job"}):
+        assert ask.ask("snapshots/release", vhost="/", **wrong)[0] == 400
+
+
 def test_a_snapshot_has_the_queues_that_were_asked_for_and_no_others(channel, ask):
     channel.queue_declare("other", durable=True)
     publish(channel, 3)

@@ -235,6 +235,7 @@ def test_a_running_broker_is_asked_reported_archived_and_fed_again(broker, tmp_p
     assert "25 messages in 2 queues" in report.stdout
     archived = run("archive", *who, "--queue", "live", "--to", tmp_path / "archive", "--json", "-")
     assert json.loads(archived.stdout)["messages"] == 25
+    assert broker.ask("snapshots/list", vhost="/")["snapshots"] == [], "jobs let go of what they read"
     replayed = run("replay", tmp_path / "archive", *who, "--exchange", "", "--routing-key", "again", "--json", "-")
     assert replayed.exit_code == 0, replayed.output
     assert json.loads(replayed.stdout)["messages"] == 25

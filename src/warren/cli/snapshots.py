@@ -49,13 +49,16 @@ def list_snapshots(
 
 @app.command()
 def release(
-    id: Annotated[str, typer.Argument(help="As `warren snapshots list` shows it.")],
+    id: Annotated[str | None, typer.Argument(help="As `warren snapshots list` shows it.")] = None,
+    group: Annotated[str | None, typer.Option(help="All that were read with this snapshotGroup.")] = None,
     vhost: Annotated[str, typer.Option(help="The vhost.")] = "/",
     url: Url = DEFAULT_URL,
     user: User = "guest",
     password: Password = "guest",
 ) -> None:
     """End a snapshot now. Who still reads it fails."""
+    if (id is None) == (group is None):
+        raise typer.BadParameter("give the id of a snapshot, or --group")
     with asking(url, user, password) as broker:
-        broker.call("snapshots/release", vhost=vhost, id=id)
-    typer.echo(f"snapshot {id} is released")
+        released = broker.call("snapshots/release", vhost=vhost, id=id, group=group)["released"]
+    typer.echo(f"snapshot {id} is released" if id is not None else f"{released} snapshots of {group} are released")

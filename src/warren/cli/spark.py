@@ -398,7 +398,7 @@ def archive(
     from warren.pipeline.jobs.archive import archive as write_archive
     from warren.pipeline.progress import job_progress
 
-    with job_progress(spark, f"archiving {origin.place}"):
+    with origin, job_progress(spark, f"archiving {origin.place}"):
         run = write_archive(
             spark,
             origin,
@@ -516,7 +516,7 @@ def report(
     from warren.pipeline.jobs.report_plots import plots
     from warren.pipeline.progress import job_progress
 
-    with job_progress(spark, f"counting {origin.place}"):
+    with origin, job_progress(spark, f"counting {origin.place}"):
         data = report_data(spark, origin)
     with _written_to(to) as file:
         file.write(page(data, plots(data)))
@@ -572,7 +572,7 @@ def sql(
     from warren.pipeline.progress import job_progress
     from warren.pipeline.session import clear_errors
 
-    with job_progress(spark, "asking"), clear_errors():
+    with origin, job_progress(spark, "asking"), clear_errors():
         rows = job.query(spark, origin, query)
         to_file = json_file is not None or csv_file is not None
         result = (rows if to_file else rows.limit(limit + 1)).toArrow()

@@ -140,6 +140,7 @@ def find_place(asked: SourceOptions, options: Mapping[str, str]) -> Place:
             queues=[asked.queue] if asked.queue is not None else None,
             pattern=asked.queue_pattern,
             ttl=asked.snapshot_ttl,
+            group=asked.snapshot_group,
         )
     root = os.path.join(snapshot["path"], "vhosts", hashed(asked.vhost))
     return Place(root, snapshot["host"], snapshot["data_url"], snapshot["ticket"], asked.access, asked.ca_file, url)

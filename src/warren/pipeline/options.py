@@ -50,6 +50,7 @@ OPTIONS: dict[str, tuple[Use, ...]] = {
     "access": READ,
     "table": _BATCH,
     "snapshotTtl": READ,
+    "snapshotGroup": _BATCH,
     "lease": _STREAM,
     "startingOffsets": _STREAM,
     "maxOffsetsPerTrigger": _STREAM,
@@ -117,6 +118,7 @@ class SourceOptions:
     access: str = "auto"
     table: str = "messages"
     snapshot_ttl: int = _DEFAULT_TTL
+    snapshot_group: str | None = None  # snapshots of one group are released together
     ca_file: str | None = None
 
     @classmethod
@@ -161,6 +163,7 @@ class SourceOptions:
             access=one_of(given, "access", ACCESSES, "auto"),
             table=table,
             snapshot_ttl=whole_number(given, "snapshotTtl", 1) or _DEFAULT_TTL,
+            snapshot_group=given.get("snapshotGroup"),
             ca_file=given.get("caFile"),
         )
 

@@ -27,6 +27,7 @@ _NOTE = "held.json"
 _MOST_SECONDS = 7 * 86_400
 _SWEEP_SECONDS = 5.0
 _MOST_HELD = 256  # by one user
+_MOST_GROUP = 120
 
 
 class HeldSnapshots:
@@ -57,8 +58,11 @@ class HeldSnapshots:
         queues: list[str] | None = None,
         pattern: str | None = None,
         ttl: float = 3600.0,
+        group: str | None = None,
     ) -> dict[str, Any]:
-        """A snapshot of the queues that the user may read, of this instant."""
+        """A snapshot of the queues that the user may read, of this instant. Those of a group may be released together."""
+        if group is not None and not 0 < len(group) <= _MOST_GROUP:
+            raise bad_request(f"snapshotGroup is {group!r}; it is a name of 1 to {_MOST_GROUP} characters")
         if not 0 < ttl <= _MOST_SECONDS:
             raise bad_request(f"snapshotTtl is {ttl}; it is a number of seconds up to {_MOST_SECONDS}")
         chosen = choose(self._vhost, permissions, queues, pattern)
@@ -88,6 +92,7 @@ class HeldSnapshots:
             "taken_at": time.time(),
             "ttl": ttl,
             "until": time.time() + ttl,
+            "group": group,
         }
         self._held[name] = note
         await asyncio.to_thread(self._write, name)
@@ -107,10 +112,22 @@ class HeldSnapshots:
             self._write(id)
         return {"until": note["until"]}
 
-    async def release(self, permissions: Permissions, *, id: str) -> dict[str, Any]:
-        self._own(permissions, id)
-        await self._remove(id)
-        return {"released": True}
+    async def release(
+        self, permissions: Permissions, *, id: str | None = None, group: str | None = None
+    ) -> dict[str, Any]:
+        """One, or all of the user's that are of a group; it may be that there is none any more."""
+        if (id is None) == (group is None):
+            raise bad_request("snapshots/release wants an id, or a group")
+        if id is not None:
+            self._own(permissions, id)
+            await self._remove(id)
+            return {"released": True}
+        mine = [
+            name for name, note in self._held.items() if (note["user"], note.get("group")) == (permissions.user, group)
+        ]
+        for name in mine:
+            await self._remove(name)
+        return {"released": len(mine)}
 
     def list(self, permissions: Permissions) -> dict[str, Any]:
         return {

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import uuid
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING
 
+from warren.pipeline.broker_client import BrokerClient, Credentials
 from warren.pipeline.errors import PipelineError
+from warren.pipeline.store_view import broker_url
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -16,7 +21,7 @@ _SNAPSHOT_SECONDS = 600
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """One vhost of a directory (or a snapshot), or of a broker. Secrets come from files or from the environment, never
-    from here: this may be shown.
+    from here: this may be shown. As a context manager it lets go, at its end, of the snapshots that were read.
 
     >>> Origin(path="data").options()
     {'vhost': '/', 'path': 'data'}
@@ -30,6 +35,7 @@ class Origin:
     token_file: str | None = None
     ca_file: str | None = None
     access: str | None = None
+    group: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex}", compare=False)  # of its snapshots
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.url is None):
@@ -59,8 +65,8 @@ class Origin:
         return {name: value for name, value in given.items() if value is not None}
 
     def read_options(self) -> dict[str, str]:
-        """The options of a reading. A job does not hold a broker's snapshot for long after its end; tasks renew it."""
-        return self.options() if self.url is None else {**self.options(), "snapshotTtl": str(_SNAPSHOT_SECONDS)}
+        """The options of a reading. A job that dies does not hold a broker's snapshot for long; tasks renew it."""
+        return {**self.options(), "snapshotTtl": str(_SNAPSHOT_SECONDS), "snapshotGroup": self.group}
 
     def read(self, spark: SparkSession, **options: str | int | None) -> DataFrame:
         """A table of the source; options that are None are left out."""
@@ -69,6 +75,24 @@ class Origin:
             if value is not None:
                 reader = reader.option(name, str(value))
         return reader.load()
+
+    def __enter__(self) -> Origin:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What cannot be let go now has its time to live."""
+        url = self.url if self.path is None else broker_url(self.path)
+        if url is None:
+            return
+        with (
+            contextlib.suppress(PipelineError),
+            BrokerClient(
+                url, Credentials.from_options(self.options()), ca_file=self.ca_file, retry_seconds=0
+            ) as client,
+        ):
+            client.call("snapshots/release", vhost=self.vhost, group=self.group)
 
     def queues(self, spark: SparkSession) -> list[str]:
         """The names of the queues."""
