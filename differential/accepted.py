@@ -79,6 +79,10 @@ def _overtaken(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return dead and several and counts[0] == counts[1] and _closes(ours) == _closes(theirs)
 
 
+def _close_ok(program: list[Step], ours: Seen, theirs: Seen) -> bool:
+    return program[-1].method == "channel.close-ok" and _closes(ours) == [503] and _closes(theirs) == [504]
+
+
 def _order_of_deaths(program: list[Step], ours: Seen, theirs: Seen) -> bool:
     return _deaths_sorted(ours) == _deaths_sorted(theirs)
 
@@ -101,6 +105,11 @@ def _shown_death(death: Any) -> str:
 
 
 ACCEPTED: list[Accepted] = [
+    Accepted(
+        "channel.close-ok that nobody asked for",
+        "RabbitMQ forgets the channel and refuses the method at once, in two processes: 503 or, for the next method, 504",
+        _close_ok,
+    ),
     Accepted(
         "the order of older deaths",
         "the latest is first in both; RabbitMQ 3.10 turns the order of the others around with every death, since 3.13 they "

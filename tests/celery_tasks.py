@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery
+from kombu import Exchange, Queue
+from kombu.common import Broadcast
 
 
 def note(path: Path, text: str) -> None:
@@ -17,7 +19,25 @@ def note(path: Path, text: str) -> None:
         file.write(f"{text}\n")
 
 
-def make_app(url: str, backend: str, notes: Path) -> Celery:
+def use_quorum_queues(app: Celery) -> None:
+    """What Celery 5.5 and later do otherwise with quorum queues, and the kinds of queues that older ones have made."""
+    app.conf.update(
+        task_queue_max_priority=None,
+        task_default_priority=None,
+        task_default_queue_type="quorum",
+        task_default_exchange_type="topic",
+        task_default_exchange="celery",
+        worker_detect_quorum_queues=True,
+        task_send_sent_event=True,
+        task_queues=[
+            Queue("celery", Exchange("celery", type="topic"), "celery", queue_arguments={"x-queue-type": "quorum"}),
+            Queue("transient", durable=False, consumer_arguments={"x-priority": 7}),
+            Broadcast("everybody"),
+        ],
+    )
+
+
+def make_app(url: str, backend: str, notes: Path, *, quorum: bool = False) -> Celery:
     app = Celery("warren-tests", broker=url, backend=backend, set_as_current=False)
     app.conf.update(
         broker_connection_retry_on_startup=True,
@@ -30,6 +50,9 @@ def make_app(url: str, backend: str, notes: Path) -> Celery:
         result_expires=60,
         result_chord_retry_interval=0.1,
     )
+
+    if quorum:
+        use_quorum_queues(app)
 
     # Not shared: a test makes several applications, and each has tasks of its own.
     @app.task(shared=False, name="add")
@@ -79,4 +102,5 @@ if "WARREN_TEST_CELERY_URL" in os.environ:
         os.environ["WARREN_TEST_CELERY_URL"],
         os.environ["WARREN_TEST_CELERY_BACKEND"],
         Path(os.environ["WARREN_TEST_CELERY_NOTES"]),
+        quorum=bool(os.environ.get("WARREN_TEST_CELERY_QUORUM")),
     )

@@ -31,11 +31,12 @@ SECONDS = 60  # a worker takes seconds to start on a busy machine
 class Site:
     """A broker, an application for the test, and workers."""
 
-    def __init__(self, broker, notes: Path, backend: str = "rpc://") -> None:
+    def __init__(self, broker, notes: Path, backend: str = "rpc://", *, quorum: bool = False) -> None:
         self.broker = broker
         self.notes = notes
         self.backend = backend
-        self.app = make_app(broker.url, backend, notes)
+        self.quorum = quorum
+        self.app = make_app(broker.url, backend, notes, quorum=quorum)
 
     def send(self, name: str, *arguments: object, **options: object) -> celery.result.AsyncResult:
         return self.app.send_task(name, arguments, **options)
@@ -49,6 +50,7 @@ class Site:
             "WARREN_TEST_CELERY_URL": self.broker.url,
             "WARREN_TEST_CELERY_BACKEND": self.backend,
             "WARREN_TEST_CELERY_NOTES": str(self.notes),
+            "WARREN_TEST_CELERY_QUORUM": "1" if self.quorum else "",
         }
         log = (self.notes / f"{name}.log").open("wb")
         command = [
@@ -63,6 +65,7 @@ class Site:
             "INFO",
             "-n",
             f"{name}@test",
+            *(["-E"] if self.quorum else []),
         ]
         with (
             log,
@@ -260,3 +263,59 @@ def test_a_worker_goes_on_after_a_restart_of_the_broker(tmp_path):
             assert again.call("add", 3, 4) == 7
             stack.close()
             again.close()
+
+
+# ---- quorum queues, as Celery finds them since 5.5, and the queues and events that older ones use, too ----
+
+
+@pytest.fixture(scope="module")
+def quorum_site(tmp_path_factory):
+    """On a broker of its own: the other tests have a classic queue of the same name."""
+    with running_broker() as own:
+        site = Site(own, tmp_path_factory.mktemp("quorum"), quorum=True)
+        with site.worker("quorum"):
+            yield site
+        site.close()
+
+
+def test_a_worker_takes_a_quorum_queue_for_one_and_its_prefetch_is_that_of_consumers(quorum_site):
+    assert "Global QoS is disabled" in quorum_site.log("quorum")
+    assert quorum_site.call("add", 1, 2) == 3
+    info = quorum_site.broker.queue_info("celery")
+    assert (info["durable"], info["arguments"]["x-queue-type"]) == (True, "quorum")
+
+
+def test_a_countdown_is_waited_for_in_the_broker_by_queues_that_expire_into_each_other(quorum_site):
+    """Native delayed delivery: 28 queues, each with a time to live of a power of two, bound by bits of the routing key."""
+    names = quorum_site.broker.queue_names()
+    assert {f"celery_delayed_{level}" for level in range(28)} <= set(names)
+    sent = time.time()
+    assert quorum_site.call("when", countdown=1) - sent >= 1
+    assert quorum_site.broker.queue_info("celery_delayed_0")["published"] == 1
+
+
+def test_a_transient_queue_that_is_not_exclusive_brings_tasks_too(quorum_site):
+    info = quorum_site.broker.queue_info("transient")
+    assert (info["durable"], info["exclusive"], info["consumers"]) == (False, False, 1)
+    assert quorum_site.call("add", 4, 5, queue="transient") == 9
+
+
+def test_a_broadcast_comes_to_the_worker_by_a_queue_of_its_own(quorum_site):
+    quorum_site.app.send_task("record", ("to all",), queue="everybody", ignore_result=True)
+    eventually(lambda: "to all" in quorum_site.records(), SECONDS)
+
+
+def test_events_of_tasks_and_workers_are_received(quorum_site):
+    app = quorum_site.app
+    seen: set[str] = set()
+
+    def note(event: dict[str, object]) -> None:
+        if not seen:  # the receiver asks workers for a heartbeat when it listens
+            quorum_site.send("add", 1, 1)
+        seen.add(str(event["type"]))
+        receiver.should_stop = "task-succeeded" in seen
+
+    with app.connection_for_read() as connection:
+        receiver = app.events.Receiver(connection, handlers={"*": note})
+        receiver.capture(limit=None, timeout=SECONDS)
+    assert {"task-sent", "task-received", "task-started", "task-succeeded"} <= seen

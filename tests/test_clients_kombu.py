@@ -7,7 +7,7 @@ import kombu
 import pytest
 from kombu.pools import connections, producers
 
-from tests.broker_clients import SECONDS, unique
+from tests.broker_clients import SECONDS, eventually, unique
 from warren.testing import running_broker
 
 
@@ -183,3 +183,33 @@ def test_heartbeats_are_kept_by_both_sides(broker):
             with pytest.raises(TimeoutError):
                 connection.drain_events(timeout=0.2)
         channel.queue_declare(name, passive=True)
+
+
+def test_consumers_with_a_higher_priority_are_served_first(connection):
+    channel = connection.channel()
+    queue = kombu.Queue(unique(), channel=channel, durable=False, auto_delete=True)
+    got: list[tuple[int, object]] = []
+    consumers = []
+    queue.declare()
+    for priority in (1, 9, 5):
+        own = connection.channel()
+        own.basic_qos(0, 1, False)
+        bound = kombu.Queue(queue.name, channel=own, consumer_arguments={"x-priority": priority}, no_declare=True)
+        consumers.append(kombu.Consumer(own, bound, callbacks=[lambda body, _, who=priority: got.append((who, body))]))
+        consumers[-1].consume()
+    producer = kombu.Producer(channel, routing_key=queue.name)
+    for number in range(3):
+        producer.publish(number)
+    while len(got) < 3:
+        connection.drain_events(timeout=20)
+    assert sorted(got, key=lambda one: str(one[1])) == [(9, 0), (5, 1), (1, 2)]
+
+
+def test_a_queue_for_replies_goes_when_nobody_has_used_it_for_its_time(broker, connection):
+    """As Celery has one for the result of each task in version 4, and for the answers of workers."""
+    channel = connection.channel()
+    queue = kombu.Queue(unique("reply"), channel=channel, durable=False, auto_delete=True, expires=0.3, message_ttl=60)
+    queue.declare()
+    kombu.Producer(channel, routing_key=queue.name).publish("a result that nobody fetched")
+
+    eventually(lambda: queue.name not in broker.queue_names())

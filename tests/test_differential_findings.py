@@ -198,6 +198,17 @@ def test_dead_letters_that_come_together_are_held_against_the_length_limit_of_th
     assert (seen["queue q1"], seen["queue q2"]) == ((1, 0), (1, 0))
 
 
+def test_dead_letters_that_a_consumer_takes_at_once_do_not_count_for_a_queue_that_rejects(side):
+    limit = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    do(side, Step("queue.declare", {"queue": "q1", "arguments": limit}))
+    letters = {"x-message-ttl": 0, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "q1"}
+    do(side, Step("queue.declare", {"queue": "q2", "arguments": letters}), Step("basic.qos", {"prefetch_count": 1}))
+    do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}))
+    seen = do(side, publish(to="q2", times=3))
+    assert len(bodies(seen, "c1")) == 1
+    assert seen["queue q1"] == (1, 1)
+
+
 # ---- tx ----
 
 

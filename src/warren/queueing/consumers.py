@@ -122,7 +122,6 @@ class Consumers:
         self._all.remove(consumer)
         self._leave(consumer)
         consumer.blocked = False  # or an ack after its cancel would bring it back
-        consumer.blocked = False  # so that an ack after its end does not bring it back
         if self.active is consumer:
             waiting = sorted(self._all, key=lambda other: -other.priority)  # stable: the oldest of the highest
             self.active = waiting[0] if waiting else None
@@ -146,6 +145,14 @@ class Consumers:
     def waiting(self) -> bool:
         """Is there anyone to try?"""
         return bool(self._priorities)
+
+    def room(self) -> int:
+        """How many messages would be taken now."""
+        room: dict[Receiver, int] = {}  # consumers of one channel share its room
+        for round_ in self._rounds.values():
+            for consumer in round_:
+                room[consumer.receiver] = room.get(consumer.receiver, 0) + max(0, consumer.room())
+        return sum(min(wanted, receiver.room()) for receiver, wanted in room.items())
 
     def is_active(self, consumer: Consumer) -> bool:
         """Does it get messages at all?"""

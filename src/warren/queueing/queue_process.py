@@ -211,9 +211,14 @@ class QueueProcess:
         return (most is None or there + count <= most) and (most_bytes is None or there_bytes + size <= most_bytes)
 
     def filled(self) -> tuple[int, int]:
-        """Messages and bytes that count for a limit that rejects: ready ones, and those on their way by a transaction."""
+        """Messages and bytes that count for a limit that rejects: ready ones, and those on their way by a transaction that
+        no consumer will take at once."""
         with self._lock:
-            return len(self._backing) + self._coming, self._backing.ready_bytes() + self._coming_bytes
+            coming = size = 0
+            if self._coming:
+                coming = max(0, self._coming - self.consumers.room())
+                size = self._coming_bytes * coming // self._coming
+            return len(self._backing) + coming, self._backing.ready_bytes() + size
 
     def expect(self, entries: list[Entry]) -> None:
         """They are on their way by a transaction, as dead letters are."""
