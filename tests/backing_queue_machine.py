@@ -129,9 +129,11 @@ class BackingQueueMachine(RuleBasedStateMachine):
 
     kind: ClassVar[str] = "variable"
     store_index: ClassVar[str] = "table"
+    lives: ClassVar[int] = 0  # examples that were run
 
     def __init__(self) -> None:
         super().__init__()
+        type(self).lives += 1
         self._temporary = temporary_root()
         self.disk = FaultyDisk(self._temporary.name + "/disk")
         self.store: VhostStore = self._open()

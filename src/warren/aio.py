@@ -170,7 +170,8 @@ class Queue:
         **properties: Any,
     ) -> range:
         """Put many messages with the same properties; the fast way. Returns their seq_ids, which are consecutive."""
-        batch = bodies if isinstance(bodies, (list, tuple, bytes, bytearray, memoryview, str)) else list(bodies)
+        kinds = (list, tuple, bytes, bytearray, memoryview, str)
+        batch = bodies if isinstance(bodies, kinds) else blocking_queue.listed(bodies, "bodies")
 
         def publish() -> range:
             return self.blocking.publish_many(
@@ -199,6 +200,8 @@ class Queue:
 
     async def get_many(self, count: int, timeout: float | None = 0) -> list[Message]:
         """Up to `count` messages from the head. Waits for the first one as `get` does, never for the rest."""
+        if timeout != 0:
+            blocking_queue.check_timeout(timeout)
         messages = self.blocking.get_many(count)
         if not messages and timeout != 0:
             deadline = None if timeout is None else self._loop.time() + timeout
@@ -547,6 +550,8 @@ def _size_of(body: object) -> int:
 
 
 def _blocking(messages: Sequence[Message]) -> list[blocking_message.Message]:
+    if not isinstance(messages, Sequence):
+        raise InvalidArgumentError(f"messages are needed in a list, not {type(messages).__name__}: {messages!r:.60}")
     for message in messages:
         if not isinstance(message, Message):
             raise InvalidArgumentError(f"a warren.aio.Message is needed, not {type(message).__name__}: {message!r:.60}")

@@ -325,6 +325,10 @@ def open(  # the name is the public one
             f"path is {path!r}, a {type(path).__name__}; it is the path of a directory, text or a Path"
         )
     _check_name("a vhost name", vhost, InvalidArgumentError)
+    if settings is not None and not isinstance(settings, EngineSettings):
+        raise InvalidArgumentError(
+            f"settings is {settings!r:.80}, a {type(settings).__name__}; it is an EngineSettings of warren.storage.settings"
+        )
     directory = os.path.abspath(directory)
     try:
         return Store(VhostStore(directory, vhost, durability=durability, settings=settings, progress=progress))

@@ -67,6 +67,10 @@ class QueueArguments:
     def parse(cls, arguments: Mapping[str, object] | None) -> QueueArguments:
         """Check a table of arguments. Raises QueueArgumentError with the argument, its value and what is allowed."""
         values: dict[str, object] = {}
+        if arguments is not None and not isinstance(arguments, Mapping):
+            raise QueueArgumentError(
+                f"arguments are {arguments!r:.80}, a {type(arguments).__name__}; they are a dict of names and values"
+            )
         for name, value in (arguments or {}).items():
             check = _CHECKS.get(name)
             if check is None:

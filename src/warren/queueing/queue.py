@@ -6,8 +6,9 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from warren.errors import (
     DiskFullError,
@@ -32,6 +33,22 @@ _SLICE = 1024 * 1024
 _BROWSE_BATCH = 256
 UNNUMBERED = (1 << 64) - 1  # the seq_id of an entry that has none yet
 _by_seq = attrgetter("seq")
+T = TypeVar("T")
+
+
+def check_timeout(timeout: object) -> None:
+    """Raises InvalidArgumentError for what is no time to wait: also NaN, which never ends."""
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout == timeout
+    if timeout is not None and not is_number:
+        raise InvalidArgumentError(f"timeout is {timeout!r}; it is a number of seconds, or None to wait for ever")
+
+
+def listed(items: Iterable[T], what: str) -> list[T]:
+    """Raises InvalidArgumentError for what cannot be one."""
+    try:
+        return list(items)
+    except TypeError:
+        raise InvalidArgumentError(f"{what} are needed in a list, not {type(items).__name__}: {items!r:.60}") from None
 
 
 class Queue:
@@ -47,7 +64,7 @@ class Queue:
         self._lock = store.lock
         self._committer = store.committer
         self._seqs = stored.seqs
-        self._embed_below = store.settings.embed_below
+        self._small = min(store.settings.embed_below, store.settings.max_message_bytes)  # no need to look closer
         self._has_ttl = arguments.message_ttl_ms is not None
         self._limited = self._limits.has_length_limit
         self._max_priority = arguments.max_priority or 0
@@ -97,7 +114,7 @@ class Queue:
         """Put many messages with the same properties; the fast way. Returns their seq_ids, which are consecutive."""
         if isinstance(bodies, (bytes, bytearray, memoryview, str)):
             raise InvalidArgumentError(f"publish_many takes a list of bodies, not one body: {bodies!r:.60}")
-        batch = bodies if isinstance(bodies, (list, tuple)) else list(bodies)
+        batch = bodies if isinstance(bodies, (list, tuple)) else listed(bodies, "bodies")
         head = self.head_for(persistent, headers, priority, expiration_ms, properties)
         if not batch:
             return range(0)
@@ -117,6 +134,8 @@ class Queue:
             if self._plain_head is None:
                 self._plain_head = encode_head("", self.name, persistent=True)
             return self._plain_head
+        if persistent is not True and persistent is not False:
+            raise InvalidArgumentError(f"persistent is {persistent!r}; it is True or False")
         try:
             return encode_head(
                 "",
@@ -139,7 +158,7 @@ class Queue:
             entries, largest = make_entries(bodies, head, 0, self._persistent_flag if persistent else 0, now, expiry)
         except TypeError as error:
             raise InvalidArgumentError(str(error)) from None
-        if largest > self._embed_below:
+        if largest > self._small:
             first = self._publish_large(entries, largest, expiry, priority)
         else:
             first = self._enqueue(entries, expiry, priority)
@@ -296,6 +315,8 @@ class Queue:
 
     def get(self, timeout: float | None = 0) -> Message | None:
         """The message at the head, or None when there is none after `timeout` seconds; None waits for ever."""
+        if timeout != 0:
+            check_timeout(timeout)
         with self._lock:
             self._check()
             messages = self._fetch(1)
@@ -305,8 +326,10 @@ class Queue:
 
     def get_many(self, count: int, timeout: float | None = 0) -> list[Message]:
         """Up to `count` messages from the head. Waits for the first one as `get` does, never for the rest."""
-        if count < 1:
-            raise InvalidArgumentError(f"count is {count}; ask for at least 1 message")
+        if not isinstance(count, int) or count < 1:
+            raise InvalidArgumentError(f"count is {count!r}; ask for at least 1 message")
+        if timeout != 0:
+            check_timeout(timeout)
         with self._store.lock:
             self._check()
             messages = self._fetch(count)
@@ -319,7 +342,7 @@ class Queue:
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         break
-                    self._arrived.wait(left)
+                    self._arrived.wait(left if left is None else min(left, threading.TIMEOUT_MAX))
                     self._check()
                     messages = self._fetch(count)
             finally:
@@ -362,8 +385,11 @@ class Queue:
 
     def nack_many(self, messages: Sequence[Message], *, requeue: bool = True) -> None:
         """Settle messages of this queue, all or none: back to their places, or dropped."""
+        if requeue is not True and requeue is not False:
+            raise InvalidArgumentError(f"requeue is {requeue!r}; it is True or False")
         with self._store.lock:
             self._check()
+            messages = messages if isinstance(messages, list) else listed(messages, "messages")
             seqs = self._settle(messages)
             if requeue:
                 spent = self._limits.over_delivery_limit(self._backing, seqs)
@@ -387,7 +413,7 @@ class Queue:
             message.entry = message.entry.copy()
 
     def _settle(self, messages: Sequence[Message]) -> list[int]:
-        seqs, stranger = settle(messages if isinstance(messages, list) else list(messages), self)
+        seqs, stranger = settle(messages if isinstance(messages, list) else listed(messages, "messages"), self)
         if stranger is not None:
             if not isinstance(stranger, Delivery):
                 raise InvalidArgumentError(f"a Message is needed, not {type(stranger).__name__}: {stranger!r:.60}")
@@ -410,13 +436,18 @@ class Queue:
     def browse(self, start_seq: int = 0, limit: int | None = None, *, unacked: bool = False) -> Iterator[Message]:
         """Ready messages from a seq_id on, in the order of seq_ids; nothing is touched, and they cannot be acked. With
         `unacked` also those that were handed out."""
-        for batch in self.browse_batches(start_seq, limit, unacked=unacked):
-            yield from batch
+        return chain.from_iterable(self.browse_batches(start_seq, limit, unacked=unacked))
 
     def browse_batches(
         self, start_seq: int = 0, limit: int | None = None, *, unacked: bool = False
     ) -> Iterator[list[Message]]:
         """As `browse`, in the pieces that are read at once."""
+        for name, value in (("start_seq", start_seq), ("limit", 0 if limit is None else limit)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+                raise InvalidArgumentError(f"{name} is {value!r}; it is a number of 0 or more")
+        return self._batches(start_seq, limit, unacked)
+
+    def _batches(self, start_seq: int, limit: int | None, unacked: bool) -> Iterator[list[Message]]:
         left = limit if limit is not None else 1 << 62
         cursor = start_seq
         while left > 0:

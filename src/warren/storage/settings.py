@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from warren.errors import InvalidArgumentError
 
 KIB = 1024
 MIB = 1024 * KIB
+_MOST = (1 << 31) - 1  # of bytes in one file or message: places in files have 32 bits
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
+    """Raises InvalidArgumentError for a value that the engine cannot work with."""
+
     segment_entries: int = 4096  # seq_ids in a segment
     journal_file_bytes: int = 32 * MIB  # a journal file is sealed, and a checkpoint starts, at this size
     journal_file_records: int = 262_144  # or at this many records: it bounds the overlay's memory
@@ -33,3 +39,33 @@ class EngineSettings:
     reserve_ahead: int = 4096  # seq_ids reserved before they are needed
     reserve_bytes: int = 4 * MIB  # disk kept back so that acks have room when it is full
     store_index: str = "table"  # or "lmdb"
+
+    # The least and the most, where they are not "0 or more".
+    _BOUNDS: ClassVar[dict[str, tuple[int, int]]] = {
+        "segment_entries": (1, 65536),  # .qa counts slots in 16 bits
+        "journal_file_bytes": (1, _MOST),
+        "journal_file_records": (1, _MOST),
+        "journal_files_behind": (1, _MOST),
+        "journal_files_most": (1, _MOST),
+        "max_message_bytes": (1, _MOST),
+        "store_file_bytes": (1, _MOST),
+        "garbage_fraction": (0, 1),
+        "checkpoint_batch_rows": (1, _MOST),
+        "io_batch": (1, _MOST),
+        "load_entries": (1, _MOST),
+        "reserve_ahead": (1, _MOST),
+    }
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "store_index":
+                if value not in ("table", "lmdb"):
+                    raise InvalidArgumentError(f"store_index is {value!r}; it is 'table' or 'lmdb'")
+                continue
+            kinds = (int, float) if field.type == "float" else (int,)
+            low, high = self._BOUNDS.get(field.name, (0, 1 << 62))
+            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+                what = "a number" if len(kinds) == 2 else "an integer"
+                most = f"of {low} to {high}" if field.name in self._BOUNDS else "of 0 or more"
+                raise InvalidArgumentError(f"{field.name} is {value!r}; it is {what} {most}")
