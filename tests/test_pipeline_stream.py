@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows, ReadMinRows
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 from pyspark.sql.types import BinaryType, LongType, StringType, StructType
 
 import warren.pipeline
@@ -194,8 +194,19 @@ def test_limits_of_rows_and_bytes_hold_together(fake: FakeBroker) -> None:
         end = reader.latestOffset(offset(0), ReadMaxRows(5))
         assert len(rows_of(reader, offset(0), end)) == 3
     assert StreamSettings.from_options({**OPTIONS, "url": "u", "maxBytesPerTrigger": "9"}).limit == ReadMaxBytes(9)
-    assert StreamSettings.from_options({**OPTIONS, "url": "u", "minOffsetsPerTrigger": "9"}).limit == ReadMinRows(9)
-    assert StreamSettings.from_options({**OPTIONS, "url": "u"}).limit == ReadAllAvailable()
+
+
+def test_a_batch_is_limited_also_where_nothing_is_said() -> None:
+    def limits(**options: str) -> tuple[int | None, int | None]:
+        settings = StreamSettings.from_options({**OPTIONS, "url": "u", **options})
+        assert settings.limit == (ReadMaxRows(settings.max_rows) if settings.max_rows else ReadMaxBytes(9))
+        return settings.max_rows, settings.max_bytes
+
+    assert limits() == (1_000_000, 1 << 30)
+    assert limits(minOffsetsPerTrigger="9") == (1_000_000, 1 << 30)
+    assert limits(minOffsetsPerTrigger="3000000") == (3_000_000, 1 << 30)
+    assert limits(maxOffsetsPerTrigger="7") == (7, None)
+    assert limits(maxBytesPerTrigger="9") == (None, 9)
 
 
 def test_trigger_once_reads_everything(fake: FakeBroker) -> None:

@@ -39,7 +39,6 @@ from pyspark.sql.streaming.datasource import (
     ReadLimit,
     ReadMaxBytes,
     ReadMaxRows,
-    ReadMinRows,
     SupportsTriggerAvailableNow,
 )
 
@@ -57,6 +56,10 @@ OFFSET_VERSION = 1
 IDLE_SECONDS = 0.1  # between two questions to the broker while there is nothing; Spark asks a hundred times a second
 HELD_SECONDS = 15.0  # that a new query waits for a lease: a holder that was killed is heard of for 10 s more
 DEFAULT_TRIGGER_DELAY = "15m"
+# Of a batch, where nothing is said. Spark takes about a quarter of a second for a batch besides its rows, and some seconds
+# for a million of them; all of a long queue at once would be checked out, and unacked, for as long as it takes to read it.
+DEFAULT_BATCH_ROWS = 1_000_000
+DEFAULT_BATCH_BYTES = 1 << 30
 DEFAULT_PARTITIONS = 4
 DEFAULT_MOST_RECORDS = 1_000_000  # in a partition
 FEW_RECORDS = 10_000  # not worth a task of their own
@@ -80,7 +83,7 @@ class StreamSettings:
     pattern: str | None  # or all that this matches
     lease: str
     starting: str  # earliest or latest
-    max_rows: int | None
+    max_rows: int | None  # one of these two at least
     max_bytes: int | None
     min_rows: int | None
     max_delay_seconds: float
@@ -115,6 +118,9 @@ class StreamSettings:
         most, least = whole_number(given, "maxOffsetsPerTrigger", 1), whole_number(given, "minOffsetsPerTrigger", 1)
         if most is not None and least is not None and least > most:
             raise OptionError(f"minOffsetsPerTrigger is {least} and maxOffsetsPerTrigger {most}: it cannot be more")
+        most_bytes = whole_number(given, "maxBytesPerTrigger", 1)
+        if most is None and most_bytes is None:
+            most, most_bytes = max(DEFAULT_BATCH_ROWS, least or 0), DEFAULT_BATCH_BYTES
         return cls(
             url=given["url"],
             vhost=given.get("vhost", "/"),
@@ -123,7 +129,7 @@ class StreamSettings:
             lease=lease,
             starting=one_of(given, "startingOffsets", ("earliest", "latest"), "earliest"),
             max_rows=most,
-            max_bytes=whole_number(given, "maxBytesPerTrigger", 1),
+            max_bytes=most_bytes,
             min_rows=least,
             max_delay_seconds=_seconds("maxTriggerDelay", given.get("maxTriggerDelay", DEFAULT_TRIGGER_DELAY)),
             min_partitions=whole_number(given, "minPartitions", 1),
@@ -135,14 +141,12 @@ class StreamSettings:
 
     @property
     def limit(self) -> ReadLimit:
-        """What Spark is told of the limits: which it is does not matter, but ReadAllAvailable lifts all of them."""
+        """What Spark is told of the limits: which it is does not matter, but ReadAllAvailable, as Trigger.Once has it, lifts
+        all of them."""
         if self.max_rows is not None:
             return ReadMaxRows(self.max_rows)
-        if self.max_bytes is not None:
-            return ReadMaxBytes(self.max_bytes)
-        if self.min_rows is not None:
-            return ReadMinRows(self.min_rows)
-        return ReadAllAvailable()
+        assert self.max_bytes is not None
+        return ReadMaxBytes(self.max_bytes)
 
 
 def _seconds(option: str, text: str) -> float:
