@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -500,8 +501,11 @@ def test_a_replayed_batch_is_told_from_a_new_checkpoint_in_the_same_place(
 
 
 def test_the_user_must_be_allowed_to_write_to_the_exchange(running: RunningBroker, done: str) -> None:
-    running.broker.users.add_user("reader", "pw")
-    running.broker.users.set_permissions("reader", "/", "", "", ".*")
+    """He was added after the data server was started, which has to know him."""
+    operations = running.broker.operations
+    allowed = {"user": "reader", "vhost": "/", "configure": "", "write": "", "read": ".*"}
+    for name, arguments in (("users/add", {"user": "reader", "password": "pw"}), ("permissions/set", allowed)):
+        assert "result" in running.call(partial(operations.answer, name, arguments))
     options = {"url": running.http_url, "user": "reader", "password": "pw", "routingKey": done}
     driver = _Stages(SinkSettings.from_options(options), "w", Credentials("reader", "pw"))
     with pytest.raises(BrokerError, match="may not write"):

@@ -42,7 +42,9 @@ class Operations:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._locks: dict[str, asyncio.Lock] = {}  # by vhost
-        self.credentials_changed: list[CredentialsChanged] = []  # told the user whose password changed, or who is gone
+        self.credentials_changed: list[
+            CredentialsChanged
+        ] = []  # told the user who is new or gone, or whose password changed
         self.table: dict[str, Callable[..., Awaitable[Any]]] = {
             "vhosts/list": self._list_vhosts,
             "vhosts/add": self._add_vhost,
@@ -175,6 +177,7 @@ class Operations:
 
     async def _add_user(self, *, user: str, password: str, tags: Iterable[str] = ()) -> None:
         await asyncio.to_thread(self._users.add_user, user, password, tags)
+        await self._tell_credentials(user)  # the data server knows those users that there were when it started
         log.info("user %r is added, with tags %s", user, list(tags))
 
     async def _delete_user(self, *, user: str) -> None:
