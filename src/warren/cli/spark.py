@@ -355,7 +355,9 @@ def _show_plan(plan: CompactionPlan) -> None:
 def _origin(**given: Any) -> Origin:
     from warren.pipeline.jobs.origin import Origin
 
-    return Origin(**given)
+    origin = Origin(**given)
+    origin.check()
+    return origin
 
 
 @app.command()

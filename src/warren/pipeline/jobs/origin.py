@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from warren.pipeline.broker_client import BrokerClient, Credentials
 from warren.pipeline.errors import PipelineError
-from warren.pipeline.store_view import broker_url
+from warren.pipeline.store_view import broker_url, vhosts_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _SNAPSHOT_SECONDS = 600
+_CHECK_SECONDS = 3.0  # for a broker that is about to come up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,18 @@ class Origin:
             if value is not None:
                 reader = reader.option(name, str(value))
         return reader.load()
+
+    def check(self) -> None:
+        """Is there a store, or a broker that knows the user? To be asked before Spark is started, which takes its time.
+
+        Raises PipelineError, or what else `open_view` raises."""
+        if self.path is not None:
+            vhosts_of(self.path)
+            return
+        assert self.url is not None
+        credentials = Credentials.from_options(self.options())
+        with BrokerClient(self.url, credentials, ca_file=self.ca_file, retry_seconds=_CHECK_SECONDS) as client:
+            client.call("snapshots/list", vhost=self.vhost)
 
     def __enter__(self) -> Origin:
         return self
