@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from differential import alarms, programs
-from differential.accepted import ACCEPTED, explain
+from differential.accepted import ACCEPTED, IGNORED_HEADERS, explain
 from differential.compare import Difference, Side, run, run_patiently, shrink, source
+from differential.handshakes import ACCEPTED_HANDSHAKES
 from differential.programs import CLIENT_METHODS, Step, make
 from differential.tour import ELSEWHERE, NEVER_SENT, TOUR
 from differential.wire import METHOD, Lost, Wire, frame
@@ -205,3 +207,15 @@ def test_every_accepted_difference_has_a_reason_and_explains_nothing_by_itself()
     seen = {"connection 0 channel 1: answers": [("channel.close", {"reply_code": 404})]}
     assert explain(nothing, {}, seen) is None
     assert programs.QUEUES
+
+
+def test_the_page_has_every_accepted_difference_with_its_reason():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "differential.md").read_text()
+    for rule in ACCEPTED:
+        assert f"| {rule.name} | {rule.reason} |" in page
+    for header, reason in IGNORED_HEADERS.items():
+        assert f"| header {header} | {reason} |" in page
+    for name, reason in ACCEPTED_HANDSHAKES.items():
+        assert f"| handshake: {name} | {reason} |" in page
+    total = len(BY_NAME) - len(NEVER_SENT)
+    assert f"`methods covered: {total} of {total}`" in page

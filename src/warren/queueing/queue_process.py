@@ -282,9 +282,11 @@ class QueueProcess:
         return self._deliver(entries)
 
     def _deliver(self, entries: list[Entry]) -> Delivered:
-        entries, rejected = self.admit(entries)
-        if not entries:
-            return Delivered(rejected, False)
+        rejected: list[Entry] = []
+        if self._rejects:
+            entries, rejected = self.admit(entries)
+            if not entries:
+                return Delivered(rejected, False)
         count = len(entries)
         self.published += count
         with self._lock:
