@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from warren.amqp.declarations import REPLY_TO, Declarations
 from warren.amqp.errors import AmqpError, HardError
 from warren.amqp.methods import encode
-from warren.amqp.statistics import ChannelStatistics
+from warren.amqp.statistics import ChannelStatistics, QueueCounts
 from warren.amqp.transaction import Transaction
 from warren.errors import DiskFullError
 from warren.kernel.entry import Entry
@@ -61,7 +61,8 @@ class Channel(Declarations):
         self.statistics = ChannelStatistics()
         self._sent: deque[tuple[int, float]] = deque()  # (delivery tag, when), a few a minute, for the consumer timeout
         self._queue_numbers: dict[QueueProcess, int] = {}
-        self._queues: list[QueueProcess] = []
+        self._queues: list[QueueProcess | None] = []  # by number; None: it is gone
+        self._monitored: dict[QueueProcess, list[int]] = {}  # queues that tell when they go, numbers of their consumers
         self._consumers: list[Consumer | None] = [None]  # 0 stands for basic.get
         self._next_number = 1  # of the next publish, in confirm mode
         self._confirmed = 0  # everything up to it was confirmed
@@ -306,7 +307,7 @@ class Channel(Declarations):
             self._note_sent(first)
         below, returned = (queue.redelivered_below, queue.returned) if queue is not None else (0, _NOTHING)
         if queue is not None:
-            counts = self.statistics.queue(queue.name)
+            counts = self._counts(queue)
             if consumer.no_ack:
                 counts.deliver_no_ack += len(entries)
             else:
@@ -350,6 +351,27 @@ class Channel(Declarations):
         if not self.closing:
             self.reply("basic.cancel", consumer_tag=tag, nowait=True)
 
+    def _counts(self, queue: QueueProcess) -> QueueCounts:
+        if queue not in self._monitored:
+            self._monitor(queue)
+        return self.statistics.queue(queue.name)
+
+    def _monitor(self, queue: QueueProcess) -> list[int]:
+        found = self._monitored.get(queue)
+        if found is None:
+            found = self._monitored[queue] = []
+            queue.monitor(self)
+        return found
+
+    def queue_gone(self, queue: QueueProcess) -> None:
+        """Of `Sender`. Tags of its messages stay good, and settle nothing."""
+        for number in self._monitored.pop(queue, ()):
+            self._consumers[number] = None
+        number = self._queue_numbers.pop(queue, -1)
+        if number >= 0:
+            self._queues[number] = None
+        self.statistics.queue_gone(queue.name)
+
     def _number_of(self, queue: QueueProcess) -> int:
         number = self._queue_numbers.get(queue)
         if number is None:
@@ -392,11 +414,13 @@ class Channel(Declarations):
         for queue, consumer, seqs in groups:
             merged.setdefault((queue, consumer), []).extend(seqs)
         for queue, consumer in sorted(merged, key=lambda key: (key[0], self._tag_of(key[1]))):
-            receiver = self._consumers[consumer]
+            owner, receiver = self._queues[queue], self._consumers[consumer]
+            if owner is None:
+                continue
             if receiver is not None:
-                self._queues[queue].relieve(receiver, len(merged[queue, consumer]))
+                owner.relieve(receiver, len(merged[queue, consumer]))
             with contextlib.suppress(QueueCrashed):  # then they are ready again by its restart
-                self._queues[queue].requeue(sorted(merged[queue, consumer]))
+                owner.requeue(sorted(merged[queue, consumer]))
 
     def _tag_of(self, consumer: int) -> str:
         receiver = self._consumers[consumer]
@@ -404,6 +428,8 @@ class Channel(Declarations):
 
     def _settle(self, queue: int, consumer: int, seqs: list[int], how: str) -> None:
         owner = self._queues[queue]
+        if owner is None:
+            return
         # What a queue that failed has forgotten comes again, as redelivered; settlements of other queues go on.
         with contextlib.suppress(QueueCrashed):
             if how == "ack":
@@ -510,6 +536,7 @@ class Channel(Declarations):
             priority=priority,
             arguments=arguments,
         )
+        self._monitor(source).append(consumer.number)
         self._consumers.append(consumer)
         self.consumers[tag] = consumer
         source.consume(consumer)
@@ -556,7 +583,7 @@ class Channel(Declarations):
             self.reply("basic.get-empty")
             return
         entry, redelivered = found
-        counts = self.statistics.queue(source.name)
+        counts = self._counts(source)
         if no_ack:
             tag = self.unacked.skip(1)
             counts.get_no_ack += 1
@@ -627,12 +654,14 @@ class Channel(Declarations):
         for queue, _, seqs in self.unacked.drain():
             returned.setdefault(queue, []).extend(seqs)
         for queue, seqs in returned.items():
-            with contextlib.suppress(QueueCrashed):  # then they are ready again by its restart
-                self._queues[queue].requeue(sorted(seqs))
-        for consumer in consumers:
-            if consumer.queue is not None:
-                with contextlib.suppress(QueueCrashed):
-                    consumer.queue.cancel(consumer)
+            owner = self._queues[queue]
+            if owner is not None:
+                with contextlib.suppress(QueueCrashed):  # then they are ready again by its restart
+                    owner.requeue(sorted(seqs))
+        for monitored in list(self._monitored):
+            with contextlib.suppress(QueueCrashed):
+                monitored.sender_gone(self)
+        self._monitored.clear()
 
 
 def _carbon(headers: dict[str, Any], name: str) -> list[str]:

@@ -61,6 +61,10 @@ class ChannelStatistics:
             counts = self.queues[name] = QueueCounts()
         return counts
 
+    def queue_gone(self, name: str) -> None:
+        """As in RabbitMQ its counts go with it: the next one of that name is another queue."""
+        self.queues.pop(name, None)
+
     def published(self, exchange: str, count: int, last: int | None = None) -> None:
         """`last` is the number of the last of them in confirm mode."""
         self.exchange(exchange).publish += count

@@ -31,6 +31,7 @@ from warren.node.status_page import Status
 from warren.node.tls import Secured, TlsRelays
 from warren.node.users import Users
 from warren.node.vhost_directories import finish_deletions
+from warren.queueing.decorators import load_decorators
 from warren.vhost.permissions import Permissions, loopback_allowed
 from warren.vhost.refused import Refused
 from warren.vhost.supervisor import RUNNING, STOPPED
@@ -95,6 +96,7 @@ class Broker:
     async def start(self) -> None:
         """Recover the vhosts, then listen."""
         config = self.config
+        load_decorators(config.queue_decorators)  # rather no node than vhosts that do not come up
         os.makedirs(config.data_dir, exist_ok=True)
         self._users = Users(
             config.data_dir,

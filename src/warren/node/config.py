@@ -247,6 +247,10 @@ class Config(BaseSettings):
         default={"quorum": "classic"},
         description="values of x-queue-type that are taken for another, as in quorum=classic",
     )
+    queue_decorators: Annotated[tuple[str, ...], BeforeValidator(_words), NoDecode] = Field(
+        default=("consumer_capacity",),
+        description="what is told of queues and their consumers; your own as module:Class",
+    )
     consumer_timeout: Seconds = Field(
         default=0, description="seconds that a consumer may keep a message unacked; 0: for ever"
     )

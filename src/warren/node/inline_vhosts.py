@@ -64,6 +64,7 @@ class InlineVhosts:
             max_message_size=config.max_message_size,
             consumer_timeout=config.consumer_timeout,
             queue_type_aliases=config.queue_type_aliases,
+            queue_decorators=config.queue_decorators,
             failed=partial(self._failed, name),
         )
         for resource in self._alarms:

@@ -53,6 +53,7 @@ class ProcessVhosts:
                 "max_message_size": config.max_message_size,
                 "consumer_timeout": config.consumer_timeout,
                 "queue_type_aliases": dict(config.queue_type_aliases),
+                "queue_decorators": list(config.queue_decorators),
             },
             max_restarts=config.vhost_max_restarts,
             restart_period=config.vhost_restart_period,

@@ -154,6 +154,10 @@ class Consumers:
                 room[consumer.receiver] = room.get(consumer.receiver, 0) + max(0, consumer.room())
         return sum(min(wanted, receiver.room()) for receiver, wanted in room.items())
 
+    def highest(self) -> int | None:
+        """The priority of who gets the next message; None: nobody can take one."""
+        return self._priorities[0] if self._priorities else None
+
     def is_active(self, consumer: Consumer) -> bool:
         """Does it get messages at all?"""
         return not self._single or self.active is consumer

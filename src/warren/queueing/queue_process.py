@@ -22,46 +22,22 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from warren.errors import WarrenError
 from warren.kernel.entry import PERSISTENT, Entry, place_entries, seqs_of, some_expire
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.consumers import MOST_AT_ONCE, Consumer, Consumers
 from warren.queueing.dead_letter import DELIVERY_LIMIT, EXPIRED, MAXLEN, REJECTED
+from warren.queueing.decorators import Decorations
 from warren.queueing.limits import Limits
-from warren.storage.vhost_store import StoredQueue, VhostStore
+from warren.queueing.monitors import Monitors, Sender
+from warren.queueing.owner import Cancellable, Owner
+from warren.storage.vhost_store import StoredQueue
 
 _ALL_FLAGS = 255
 _DEAD_AT_ONCE = 512  # dead letters in one transaction
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Cancellable(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Owner(Protocol):
-    """What a queue needs of its vhost."""
-
-    store: VhostStore
-
-    def dead_letter(self, queue: QueueProcess, entries: list[Entry], reason: str, *, pending: bool) -> bool:
-        """Publish to the queue's dead-letter exchange. With `pending`, ack at the source in the same transaction.
-        False: there is no such exchange; nothing was done."""
-
-    def later(self, seconds: float, callback: Callable[[], None]) -> Cancellable: ...
-    def wake(self) -> None:
-        """There is something to commit."""
-
-    def queue_crashed(self, queue: QueueProcess, error: Exception) -> None:
-        """Restart it, alone."""
-
-    def is_leased(self, queue: QueueProcess) -> bool:
-        """Has a stream of Spark messages of it?"""
-
-    def remove_queue(self, queue: QueueProcess) -> int:
-        """The queue ends by itself: it expired, or its last consumer went."""
 
 
 class QueueCrashed(Exception):
@@ -100,6 +76,7 @@ class QueueProcess:
         "_backing",
         "_coming",
         "_coming_bytes",
+        "_decorations",
         "_expiring",
         "_expiry_due",
         "_expiry_timer",
@@ -107,6 +84,7 @@ class QueueProcess:
         "_limits",
         "_lock",
         "_mask",
+        "_monitors",
         "_owner",
         "_rejects",
         "_running",
@@ -164,12 +142,18 @@ class QueueProcess:
         self._running = False
         self._coming = self._coming_bytes = 0  # by transactions that are not committed
         self.consumers = Consumers(single_active=arguments.single_active_consumer)
+        self._monitors = Monitors()
+        self._decorations: Decorations | None = None
         self.apply(arguments)
+        if owner.decorators:
+            self._decorations = Decorations(self, owner.decorators)
+            self._decorations.start()
 
     @_guarded
     def apply(self, arguments: QueueArguments) -> None:
         """Its arguments, or what a policy makes of them."""
-        self.arguments = arguments
+        old: QueueArguments | None = getattr(self, "arguments", None)
+        self.arguments: QueueArguments = arguments
         self._limits = Limits(self.name, arguments)
         self._limited = self._limits.has_length_limit
         self.ttl_us = -1 if arguments.message_ttl_ms is None else arguments.message_ttl_ms * 1000
@@ -178,6 +162,9 @@ class QueueProcess:
         self.used()
         if self._limited:
             self._drop_head()
+        if self._decorations is not None and old is not None:
+            self._decorations.policy_changed(old, arguments)
+            self._tell_state()
 
     @property
     def durable(self) -> bool:
@@ -304,6 +291,8 @@ class QueueProcess:
                 self._arrived(entries)
         if self.consumers.waiting():  # they were dealt a part, and can take more
             self.run()
+        elif self._decorations is not None:
+            self._tell_state()
         return Delivered(rejected, journaled)
 
     @_guarded
@@ -386,6 +375,14 @@ class QueueProcess:
             self._running = False
         if self._expiring:
             self.expire()  # what is at the head now may have been behind a message without a time
+        if self._decorations is not None:
+            self._tell_state()
+
+    @_guarded
+    def _tell_state(self) -> None:
+        """Tell the decorators who can take a message, and whether there is one."""
+        if self._decorations is not None and not self.deleted:
+            self._decorations.consumer_state(self.consumers.highest(), self._backing.is_empty())
 
     def _run_batch(self, shares: list[tuple[Consumer, list[int]]], count: int) -> None:
         without_ack = all(consumer.no_ack for consumer, _ in shares) and not self._has_returned()
@@ -438,6 +435,7 @@ class QueueProcess:
             self._owner.wake()
         if self._expiring:
             self.expire()
+        self._tell_state()
         return entries[0], redelivered
 
     def _has_returned(self) -> bool:
@@ -559,6 +557,17 @@ class QueueProcess:
             self.used()
         self.run()
 
+    def monitor(self, sender: Sender) -> None:
+        """Have it told when the queue goes; it tells the queue when it goes itself."""
+        self._monitors.add(sender)
+
+    def sender_gone(self, sender: Any) -> None:
+        """Its consumers leave. What it had was requeued before."""
+        self._monitors.discard(sender)
+        for consumer in list(self.consumers):
+            if consumer.receiver is sender:
+                self.cancel(consumer)
+
     # -- limits and times --------------------------------------------------------------------------------------------
 
     def _drop_head(self) -> None:
@@ -619,6 +628,7 @@ class QueueProcess:
         if not self.deleted:
             with contextlib.suppress(QueueCrashed):
                 self.expire()
+                self._tell_state()
 
     def used(self) -> None:
         """Somebody looked at it: an expiring queue has its time again."""
@@ -645,6 +655,7 @@ class QueueProcess:
         with self._lock:
             count = self._backing.purge()
         self._owner.wake()
+        self._tell_state()
         return count
 
     def stop(self) -> None:
@@ -657,6 +668,14 @@ class QueueProcess:
         for consumer in list(self.consumers):
             self.consumers.remove(consumer)
             consumer.receiver.cancelled(consumer)
+        self._monitors.queue_gone(self)
+        self.shut_down()
+
+    def shut_down(self) -> None:
+        """Its decorators care for it no more."""
+        if self._decorations is not None:
+            self._decorations.shut_down()
+            self._decorations = None
 
     @_guarded
     def info(self) -> dict[str, Any]:
@@ -680,6 +699,7 @@ class QueueProcess:
             "expired": self._limits.expired,
             "overflowed": self._limits.overflowed,
             "backing": inside,
+            **(self._decorations.info() if self._decorations is not None else {}),
         }
 
 

@@ -42,10 +42,11 @@ class Arrivals:
         while arrival.waits:
             self._hold(arrival, arrival.waits[-1])
             arrival.waits.pop()
-        if arrival.together is None:
-            targets = self._targets(arrival)
-            shared = arrival.entries[0].flags & PERSISTENT and sum(queue.durable for queue in targets) > 1
-            arrival.together = arrival.producer is not None or bool(shared)
+        if arrival.together is None and arrival.producer is not None:
+            arrival.together = True
+        elif arrival.together is None:
+            durable = sum(queue.durable for queue in self._targets(arrival))
+            arrival.together = bool(arrival.entries[0].flags & PERSISTENT) and durable > 1
         if arrival.together:
             while arrival.done < len(arrival.entries):
                 self._fan_out(arrival, arrival.entries[arrival.done])

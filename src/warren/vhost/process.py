@@ -79,6 +79,7 @@ class _Process:
                     max_message_size=self._arguments["max_message_size"],
                     consumer_timeout=self._arguments["consumer_timeout"],
                     queue_type_aliases=self._arguments["queue_type_aliases"],
+                    queue_decorators=self._arguments["queue_decorators"],
                     failed=self._store_failed,
                 )
             except StoreLockedError:

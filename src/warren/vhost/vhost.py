@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -25,10 +25,12 @@ from warren.kernel.journal_codec import CHECKOUT
 from warren.queueing.arguments import QueueArguments, known_arguments
 from warren.queueing.credit_flow import CreditFlow
 from warren.queueing.dead_letter import Death
+from warren.queueing.decorators import BUILT_IN, load_decorators
 from warren.queueing.delayed import MAX_DELAY_MS, DelayedQueue, delay_ms
 from warren.queueing.delayed import PREFIX as DELAYED_PREFIX
+from warren.queueing.owner import Cancellable
 from warren.queueing.properties import decode_head, priority_of, rewritten
-from warren.queueing.queue_process import Cancellable, QueueCrashed, QueueProcess
+from warren.queueing.queue_process import QueueCrashed, QueueProcess
 from warren.routing.binding import Binding
 from warren.routing.exchange import Exchange
 from warren.routing.policies import Policy, effective, queue_arguments
@@ -72,12 +74,14 @@ class Vhost:
         max_message_size: int = 134_217_728,
         consumer_timeout: float = 0.0,
         queue_type_aliases: Mapping[str, str] | None = None,
+        queue_decorators: Sequence[str] = tuple(BUILT_IN),
         failed: Callable[[WarrenError], None] = lambda error: None,
     ) -> None:
         self.name = name
         self.max_message_size = max_message_size
         self.consumer_timeout = consumer_timeout  # seconds that a delivery may wait for its ack; 0: for ever
         self.clock = time.monotonic
+        self.decorators = load_decorators(queue_decorators)
         self._aliases = {"quorum": "classic"} if queue_type_aliases is None else dict(queue_type_aliases)
         self._loop = loop or asyncio.get_running_loop()
         with collector_paused():
@@ -144,6 +148,7 @@ class Vhost:
         self.stopped = True
         for queue in self.queues.values():
             queue.deleted = True  # no timer acts from now on
+            queue.shut_down()
         for delayed in self.delayed.values():
             delayed.close()
         await self.data_requests.stop()
