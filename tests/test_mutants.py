@@ -7,6 +7,7 @@ that was found, and the message of the assertion says for what.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -89,6 +90,20 @@ def test_the_machine_finds_the_mutant(plant: Callable[[Patch], None], found: str
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=found):
         run_the_machine(EXAMPLES)
+
+
+def test_a_run_that_failed_is_printed_as_a_program_that_fails_in_the_same_way(monkeypatch: Patch) -> None:
+    reuse_a_seq_id(monkeypatch)
+    with pytest.raises(AssertionError, match=r"handed out twice|handed out before") as caught:
+        run_the_machine(EXAMPLES)
+    printed = "\n".join(getattr(caught.value, "__notes__", []))
+    program = printed[printed.index("state = ") : printed.index("state.teardown()")]
+    lines = ["from tests.backing_queue_machine import *", *program.splitlines()]
+    names: dict[str, Any] = {}
+    with pytest.raises(AssertionError, match=r"handed out twice|handed out before"):
+        exec("\n".join(line.strip() for line in lines), names)
+    names["state"].store.abandon()
+    names["state"]._temporary.cleanup()
 
 
 def test_the_same_run_finds_nothing_without_a_mutant(scale) -> None:
