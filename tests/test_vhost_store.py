@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import struct
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 from tests.faulty_disk import FaultyDisk
 from tests.small_engine import crash_and_reopen, fetch, open_engine, publish
-from warren.errors import StoreFailedError, StoreFormatError, StorePathError
+from warren.errors import DiskFullError, StoreFailedError, StoreFormatError, StorePathError
 from warren.kernel.checksum import crc32c
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.vhost_store import VhostStore
@@ -106,6 +107,32 @@ def test_an_error_of_the_disk_during_a_snapshot_fails_the_store_as_any_other(tmp
     with pytest.raises(StoreFailedError):
         store.sync()
     assert files_below(str(tmp_path / "snapshot")) == []
+    store.abandon()
+
+
+@pytest.mark.parametrize("module", ["queue_database", "metadata"])
+def test_a_snapshot_without_room_for_a_database_leaves_the_store_well(tmp_path, monkeypatch, module):
+    """A queue in SQLite took the full disk of its copy for an error of its own, and refused everything."""
+    store = open_engine(str(tmp_path), reserve_bytes=4096)
+    queue = store.declare("q", arguments={"x-backing-queue": "sqlite"})
+    publish(store, queue, [b"x" * 5000] * 20)
+    connect = sqlite3.connect
+
+    def connect_to_a_full_disk(path: str, **options: Any) -> sqlite3.Connection:
+        db = connect(path, **options)
+        db.execute("PRAGMA max_page_count = 2")
+        return db
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"warren.storage.{module}.sqlite3.connect", connect_to_a_full_disk)
+        if module == "metadata":
+            patch.setattr(type(queue.backing), "backup", lambda self, path: None)
+        with pytest.raises(DiskFullError):
+            store.snapshot(str(tmp_path / "snapshot"))
+    assert files_below(str(tmp_path / "snapshot")) == []
+    store.committer.take_reserve()
+    still_well(store)
+    store.snapshot(str(tmp_path / "snapshot"))
     store.abandon()
 
 

@@ -277,12 +277,22 @@ class QueueDatabase:
         return max(-1 if highest is None else int(highest), int(self.rows("SELECT next_seq FROM state")[0][0]) - 1) + 1
 
     def backup(self, path: str) -> None:
-        """Copy what was committed last to a new file, synced. Requires: not `changed`."""
+        """Copy what was committed last to a new file, synced. Requires: not `changed`. An OSError says that there is no
+        room for the copy; this file is as it was."""
         assert not self._db.in_transaction
+
+        def copy(db: sqlite3.Connection) -> None:
+            try:
+                db.backup(target)
+            except sqlite3.Error as error:
+                if _kind(error) == sqlite3.SQLITE_FULL:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from error
+                raise
+
         self._disk.make_dirs(os.path.dirname(path))
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as target:
             target.execute("PRAGMA synchronous = FULL")
-            self._run(lambda db: db.backup(target))
+            self._run(copy)
         self._disk.sync_dir(os.path.dirname(path))
 
     # -- damage ------------------------------------------------------------------------------------------------------
