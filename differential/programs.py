@@ -268,7 +268,8 @@ class Maker:
             {"a": 1, "b": "two"},
             {"CC": ["q2"]},
             {"CC": ["q2", "q3"]},
-            {"CC": ["q2"], "BCC": ["q4"]} if self._flip(0.3) else {},
+            {"CC": ["q2"], "BCC": ["q4"]},
+            {"BCC": ["q3", "a"]},
             {"deep": {"list": [1, "x", True, None, 2.5], "bytes": b"\xff\x00"}},
             {},
         )

@@ -183,6 +183,18 @@ def test_a_prefetch_for_consumers_lifts_that_of_the_channel(side):
     assert len(bodies(do(side, publish(times=3)), "c1")) == 2
 
 
+def test_what_was_fetched_by_basic_get_does_not_count_for_the_prefetch_of_a_channel(side):
+    do(side, QUEUE, publish(times=2), Step("basic.qos", {"prefetch_count": 1, "global_": True}))
+    do(side, Step("basic.get", {"queue": "q1"}), Step("basic.get", {"queue": "q1"}), publish(times=3))
+    seen = do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}))
+    assert len(bodies(seen, "c1")) == 1
+    seen = do(side, Step("basic.nack", {"delivery_tag": 1, "requeue": True}))
+    assert seen["queue q1"] == (3, 1)
+    seen = do(side, Step("basic.ack", {"delivery_tag": 3, "multiple": True}))
+    assert len(bodies(seen, "c1")) == 1
+    assert seen["queue q1"] == (2, 1)
+
+
 def test_a_consumer_goes_on_after_all_that_waited_for_it_expired(side):
     do(side, Step("queue.declare", {"queue": "q1", "arguments": {"x-message-ttl": 0}}))
     do(side, Step("basic.consume", {"queue": "q1", "consumer_tag": "c1"}), publish(body=b"m1"))

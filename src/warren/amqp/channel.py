@@ -64,6 +64,7 @@ class Channel(Declarations):
         self._queues: list[QueueProcess | None] = []  # by number; None: it is gone
         self._monitored: dict[QueueProcess, list[int]] = {}  # queues that tell when they go, numbers of their consumers
         self._consumers: list[Consumer | None] = [None]  # 0 stands for basic.get
+        self._gotten = 0  # of the unacked, by basic.get: a prefetch is for consumers
         self._next_number = 1  # of the next publish, in confirm mode
         self._confirmed = 0  # everything up to it was confirmed
         self._waiting = 0  # everything up to it is confirmed with a commit to come
@@ -293,7 +294,7 @@ class Channel(Declarations):
         if self.closing or not self.flowing or not self.connection.writable:
             return 0
         if self.global_prefetch:
-            return max(0, self.global_prefetch - len(self.unacked))
+            return max(0, self.global_prefetch - (len(self.unacked) - self._gotten))
         return _PLENTY
 
     def send(self, consumer: Consumer, entries: list[Entry]) -> None:
@@ -414,6 +415,8 @@ class Channel(Declarations):
         for queue, consumer, seqs in groups:
             merged.setdefault((queue, consumer), []).extend(seqs)
         for queue, consumer in sorted(merged, key=lambda key: (key[0], self._tag_of(key[1]))):
+            if not consumer:
+                self._gotten -= len(merged[queue, consumer])
             owner, receiver = self._queues[queue], self._consumers[consumer]
             if owner is None:
                 continue
@@ -428,6 +431,8 @@ class Channel(Declarations):
 
     def _settle(self, queue: int, consumer: int, seqs: list[int], how: str) -> None:
         owner = self._queues[queue]
+        if not consumer:
+            self._gotten -= len(seqs)
         if owner is None:
             return
         # What a queue that failed has forgotten comes again, as redelivered; settlements of other queues go on.
@@ -589,6 +594,7 @@ class Channel(Declarations):
             counts.get_no_ack += 1
         else:
             tag = self.unacked.add(self._number_of(source), 0, [entry])
+            self._gotten += 1
             self._note_sent(tag)
             counts.get += 1
         counts.redeliver += redelivered
