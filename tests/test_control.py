@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import stat
 import threading
 import urllib.error
@@ -23,12 +25,15 @@ from typer.testing import CliRunner
 import warren.node.control
 from tests.broker_clients import eventually
 from tests.broker_process import Served, served
-from tests.test_broker_processes import PERSISTENT, Publisher, drain
+from tests.test_broker_processes import PERSISTENT, Consumer, Publisher
 from tests.test_pipeline_api import Client
+from warren.amqp.methods import encode
 from warren.cli.main import app
+from warren.kernel.frame_writer import method_frame
 from warren.node.broker import Broker
 from warren.node.config import Config
 from warren.node.control import SOCKET_NAME, ControlClient
+from warren.node.handshake import Opened
 from warren.node.users import Users
 from warren.storage.layout import hashed
 from warren.testing import running_broker
@@ -211,7 +216,7 @@ def test_a_delete_under_load_leaves_no_process_no_socket_and_no_directory(broker
     assert broker.process is not None
     node = broker.process.pid
     before = sorted(sockets(node))
-    publishers = [Publisher(broker, orders, f"q{number}") for number in range(3)]
+    publishers = [Publisher(broker, orders, f"publisher {number}") for number in range(3)]
     for publisher in publishers:
         publisher.start()
         publisher.until(20)
@@ -239,22 +244,24 @@ def sockets(pid: int) -> list[str]:
 
 def test_a_restart_under_load_loses_nothing_and_others_notice_nothing(broker, warren_, orders, scale, record_property):
     restarts = scale.scale(20)
-    publisher, bystander = Publisher(broker, orders), Publisher(broker, "/", "bystander")
-    for one in (publisher, bystander):
+    publisher, bystander = Publisher(broker, orders, "publisher"), Publisher(broker, "/", "bystander")
+    consumer, idler = Consumer(broker, orders), Consumer(broker, "/")
+    clients = (publisher, bystander, consumer, idler)
+    for one in clients:
         one.start()
     for _ in range(restarts):
         publisher.until(10)
         bystander.until(10)
         warren_("vhosts", "restart", orders)
     publisher.until(10)
-    for one in (publisher, bystander):
+    for one in clients:
         one.stopping.set()
+    for one in clients:
         one.join(60)
-    assert bystander.losses == 0
-    for vhost, one, queue in ((orders, publisher, "q"), ("/", bystander, "bystander")):
-        found = [number for number, _ in drain(broker, queue, vhost)]
-        assert set(one.confirmed) <= set(found)
-        assert found == sorted(set(found)), "in order, and none twice"
+    assert bystander.losses == idler.losses == 0
+    for reader, writer in ((consumer, publisher), (idler, bystander)):
+        reader.take_the_rest()
+        reader.check(writer)
     assert ready(broker) == (200, {"status": "ready"})
     record_property("restarts", restarts)
     record_property("confirmed", len(publisher.confirmed))
@@ -353,6 +360,38 @@ def test_a_right_that_was_taken_away_is_gone_when_the_command_returns(broker, wa
         connection.channel().basic_get("ann-q")
     assert "ann" not in warren_("permissions", "list")
     warren_("users", "delete", "ann")
+
+
+def test_who_is_handed_over_while_his_user_is_deleted_is_sent_away(tmp_path):
+    """Between the node and the vhost there is a moment in which neither has the connection."""
+    with running_broker(str(tmp_path)) as running:
+        broker = running.broker
+        broker.users.add_user("ann", "secret")
+        broker.users.set_permissions("ann", "/", ".*", ".*", ".*")
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+
+        async def race() -> int:
+            handing = asyncio.ensure_future(
+                broker.running.hand_over(ours, Opened("ann", "/", 10, 131072, 0, {}, "somebody"))
+            )
+            broker.users.delete_user("ann")
+            answer = await broker.running.operate("/", "connections/close", {"user": "ann", "why": "deleted"})
+            await handing
+            return int(answer["result"])
+
+        assert running.call(race) == 0, "it was not there yet"
+        with theirs:
+            theirs.settimeout(20)
+            said = b""
+            while b"has lost access" not in said:
+                received = theirs.recv(4096)
+                assert received, said
+                said += received
+            assert b"user 'ann' has lost access to vhost '/'" in said
+            theirs.sendall(method_frame(0, encode("connection.close-ok")))
+            while theirs.recv(4096):
+                pass
 
 
 def publish_topic(channel: Any, key: str) -> None:

@@ -184,6 +184,25 @@ def test_a_channel_lets_go_of_queues_that_are_gone(broker, channel):
     assert channel.basic_get("after", auto_ack=True)[2] == b"served"
 
 
+def test_a_channel_lets_go_of_consumers_that_were_cancelled(broker, channel):
+    channel.queue_declare("q", exclusive=True)
+    for number in range(10):
+        inbox = Inbox()
+        tag = channel.basic_consume("q", inbox)
+        publish(channel, "q", b"%d" % number)
+        pump(channel.connection, lambda inbox=inbox: len(inbox) == 1)
+        if number != 5:
+            channel.basic_ack(inbox.tags[0])
+        else:
+            unacked = inbox.tags[0]
+        channel.basic_cancel(tag)
+    [served] = broker.call(lambda: [one.channels[1] for one in broker.broker.vhosts["/"].connections])
+    assert broker.call(lambda: sum(one is not None for one in served._consumers)) == 1, "what it has is to be settled"
+    channel.basic_ack(unacked)
+    settle(channel)
+    assert broker.queue_info("q")["messages"] == 0
+
+
 def test_a_queue_lets_go_of_channels_that_are_gone(broker, channel):
     channel.queue_declare("q")
     publish(channel, "q", b"1", b"2")

@@ -569,6 +569,9 @@ class Channel(Declarations):
         if not nowait:
             self.reply("basic.cancel-ok", consumer_tag=consumer_tag)
         if consumer is not None and consumer.queue is not None:
+            if not consumer.outstanding:  # else its number is still needed to settle them
+                self._consumers[consumer.number] = None
+                self._monitor(consumer.queue).remove(consumer.number)
             with contextlib.suppress(QueueCrashed):
                 consumer.queue.cancel(consumer)
 

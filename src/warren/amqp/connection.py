@@ -55,12 +55,16 @@ ResourceKind = Literal["queue", "exchange"]
 
 
 class Permissions(Protocol):
+    @property
+    def vhost_allowed(self) -> bool: ...
     def check(self, kind: Permission, resource_kind: ResourceKind, name: str) -> bool: ...
     def check_topic(self, exchange: str, permission: Literal["write", "read"], routing_key: str) -> bool: ...
 
 
 class Everything:
     """Permissions of who may do everything."""
+
+    vhost_allowed = True
 
     def check(self, kind: Permission, resource_kind: ResourceKind, name: str) -> bool:
         return True
@@ -144,6 +148,8 @@ class Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(self.heartbeat / 2, self._beat)
         if self.vhost.goodbye:  # it came while the others were sent away
             self.fail(AmqpError(320, self.vhost.goodbye))
+        elif not self._permissions.vhost_allowed:  # it was handed over while its user was deleted
+            self.fail(AmqpError(320, f"user '{self.user}' has lost access to vhost '{self.vhost.name}'"))
 
     def data_received(self, data: bytes) -> None:
         self.received_bytes += len(data)

@@ -88,8 +88,13 @@ class ControlServer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _address(self._data_dir) as address:
-            listener.bind(address)
+        try:
+            with _address(self._data_dir) as address:
+                listener.bind(address)
+        except OSError as error:  # not every filesystem has sockets; clients are served all the same
+            listener.close()
+            log.error("no control socket in %s, so operators cannot reach this node: %s", self._data_dir, error)
+            return
         os.chmod(self._path, 0o600)  # nobody can connect before `listen`
         listener.listen(_BACKLOG)
         listener.setblocking(False)
