@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pika
 import pika.exceptions
@@ -235,9 +236,9 @@ NOT_A_QUEUES_OWN = {
     "reveal": "",
     "journal_ack": "",
     "ack_committed": "",
-    "checkout": "a lease's, as the next ones: its reader is told",
+    "checkout": "a lease's, with no record or half of one: as a transaction; a test below",
     "settle": "",
-    "spill": "",
+    "spill": "a reader's of Spark, as the next ones: they change nothing, and it is told",
     "fold": "",
     "pending_pairs": "",
     "discard": "nobody calls it in a broker, nor those that follow",
@@ -416,6 +417,38 @@ def test_an_error_in_the_middle_of_a_transaction_restarts_the_vhost_and_recovery
     eventually(lambda: broker.broker.vhosts.get("/") not in (None, vhost))
     channel = connect(broker).channel()
     assert sorted(bodies(channel, "q") + bodies(channel, "dead")) == [b"0", b"1"]
+
+
+@pytest.mark.parametrize("operation", ["checkout", "settle"])
+def test_an_error_in_a_checkout_restarts_the_vhost_and_recovery_has_everything(broker, operation):
+    """Messages that went to a reader of Spark, and no record of it, or half a group of records."""
+    vhost = broker.broker.vhosts["/"]
+    channel = connect(broker).channel()
+    channel.confirm_delivery()
+    for queue in ("q", "other"):
+        channel.queue_declare(queue, durable=True)
+        channel.basic_publish("", queue, b"m", PERSISTENT)
+
+    stored = [vhost.queues[queue].stored for queue in ("other", "q")]
+    if operation == "settle":
+        vhost.store.checkout(stored, "lease", 10)
+
+    def fail() -> None:
+        stored[1].backing = Broken(stored[1].backing, operation)
+        settle = partial(vhost.store.begin_settle, "lease", 1, requeue=True)
+        checkout = partial(vhost.store.begin_checkout, stored, "lease", 10)
+        with pytest.raises(RuntimeError, match="planted"):
+            (settle if operation == "settle" else checkout)()
+        vhost.wake()
+
+    broker.call(fail)
+    eventually(lambda: broker.broker.vhosts.get("/") not in (None, vhost))
+    OPEN.clear()
+    channel = connect(broker).channel()
+    if operation == "settle":  # a checkout is the lease's until it is settled
+        assert [bodies(channel, queue) for queue in ("q", "other")] == [[], []]
+        broker.call(lambda: broker.broker.vhosts["/"].store.begin_settle("lease", 1, requeue=True))
+    assert [bodies(channel, queue) for queue in ("q", "other")] == [[b"m"], [b"m"]]
 
 
 def test_a_queue_that_keeps_failing_stays_down_and_others_go_on(broker):

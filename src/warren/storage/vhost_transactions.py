@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from warren.errors import QueueNotFoundError
+from warren.errors import QueueNotFoundError, WarrenError
 from warren.kernel.entry import Entry, renumber
 from warren.kernel.journal_codec import CHECKOUT, LEASE
 from warren.kernel.overlay import HIDDEN
@@ -146,7 +146,13 @@ class VhostTransactions(VhostOpening):
                 if ranges and head is not None and head.body_size > most_bytes:
                     continue
                 before = queue.backing.ready_bytes()
-                taken = queue.backing.checkout(share, most_bytes)
+                try:
+                    taken = queue.backing.checkout(share, most_bytes)
+                except WarrenError:
+                    raise
+                except Exception as error:  # what others gave already has no record: only recovery helps
+                    self.committer.fail(error)
+                    raise
                 ranges.update(taken)
                 limit -= sum(sum(pairs[1::2]) for pairs in taken.values())
                 most_bytes -= before - queue.backing.ready_bytes()

@@ -84,6 +84,7 @@ class DataRequests:
             return {"status": 503, "error": "unavailable", "reason": str(error)}
         except Exception:
             log.exception("request %s of the pipeline failed", name)
+            self._vhost.wake()  # a store that failed is found by the next commit, and the vhost restarted
             return {"status": 503, "error": "unavailable", "reason": f"{name} failed; the broker's log says why"}
 
     def _plan(self, permissions: Permissions, **arguments: Any) -> dict[str, Any]:
