@@ -340,11 +340,14 @@ class VhostOpening:
         not come to light only then. The header of a segment's first file speaks for all three."""
         for record in records:
             for level in range(level_count(record)) if backing_kind(record) != "sqlite" else ():
+                numbers = segment_numbers(terms["queues"][str(record.uid)]["streams"][str(level)]["segments"])
+                if not numbers:  # as most of thousands: their directory's name is not worth a hash
+                    continue
                 size = self.settings.segment_entries
                 files = SegmentFiles(
                     self.disk, self._stream_directory(record, level), stream_id(record.uid, level), size
                 )
-                for number in segment_numbers(terms["queues"][str(record.uid)]["streams"][str(level)]["segments"]):
+                for number in numbers:
                     files.check_header(number, self.report)
 
     def _open_stores(self, settings: EngineSettings, store: MessageStore | None, found: list[StreamRecovery]) -> None:
