@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import math
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ import pytest
 
 import warren
 from warren.errors import (
+    DiskFullError,
     InvalidArgumentError,
     MessageTooLargeError,
     QueueArgumentError,
@@ -22,6 +25,7 @@ from warren.errors import (
     WarrenError,
 )
 from warren.library import Queue, Store
+from warren.storage.disk import Disk
 from warren.storage.settings import EngineSettings
 
 SETTINGS = EngineSettings(max_message_bytes=1000)
@@ -58,6 +62,29 @@ def test_a_database_of_somebody_else_is_refused_and_left_alone(tmp_path):
     with pytest.raises(StoreFormatError, match=r"meta\.db.*choose another directory"):
         warren.open(tmp_path)
     assert (root / "meta.db").read_bytes() == before
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("method", ["make_dirs", "create", "replace", "sync_dir", "unlink"])
+def test_a_full_disk_is_named_when_a_store_is_opened_and_nothing_is_lost(tmp_path, monkeypatch, method, existing):
+    if existing:
+        with warren.open(tmp_path / "data") as store:
+            store.queue("q").publish(b"kept")
+
+    def refuse(self: Disk, *arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", arguments[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, method, refuse)
+        # Some calls it can do without, and tells publishers.
+        with contextlib.suppress(DiskFullError):
+            warren.open(tmp_path / "data").engine.abandon()
+    with warren.open(tmp_path / "data") as store:
+        assert store.queues() == (["q"] if existing else [])
+        if existing:
+            assert store.queue("q").get().body == b"kept"
+        store.queue("new").publish(b"room again")
+        store.sync()
 
 
 # ---- arguments of open ----
