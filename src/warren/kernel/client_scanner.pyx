@@ -153,17 +153,28 @@ cdef class _Channel:
                 self.nacked.append((self.floor + 1, tag))
             self.floor = tag
         else:
-            for each in range(self.floor + 1, tag + 1):
-                if each in self.above:
-                    self.above.discard(each)
-                else:
-                    self.settled += 1
-                    if nack:
-                        self.nacked.append((each, each))
-            self.floor = tag
+            # Over those that are settled already, not over all below the tag: a broker may send any number.
+            for each in sorted([each for each in self.above if each <= tag]):
+                self.settle_between(self.floor, each, nack)
+                self.above.discard(each)
+                self.floor = each
+            if self.floor < tag:
+                self.settled += tag - self.floor
+                if nack:
+                    self.nacked.append((self.floor + 1, tag))
+                self.floor = tag
         while self.above and self.floor + 1 in self.above:
             self.floor += 1
             self.above.discard(self.floor)
+        return 0
+
+
+    cdef int settle_between(self, uint64_t low, uint64_t high, bint nack) except -1:
+        """All publishes above `low` and below `high`."""
+        if high - low > 1:
+            self.settled += high - low - 1
+            if nack:
+                self.nacked.append((low + 1, high - 1))
         return 0
 
 

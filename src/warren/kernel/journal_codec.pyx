@@ -18,6 +18,7 @@ from libc.string cimport memcmp, memcpy
 from warren.kernel.entry cimport Entry, IN_STORE, PERSISTENT
 from warren.kernel.overlay cimport LIVE, Overlay, Row
 from warren.kernel.ranges cimport RangeSet
+from warren.kernel.records cimport publish_is_whole
 
 cdef extern from "crc32c.h" nogil:
     void warren_crc_init()
@@ -301,7 +302,7 @@ cdef class RecordBuffer:
             if row[i].offset >= base and row[i].offset - base + row[i].size <= <uint64_t>have:
                 record = <unsigned char *>PyBytes_AS_STRING(data) + (row[i].offset - base)
                 memcpy(&length, record, 4)
-                if row[i].size >= PREFIX + 2 and length + PREFIX == row[i].size and _sound_member(record, row[i].size):
+                if length + PREFIX == row[i].size and _sound_publish(record, row[i].size):
                     self.append_carry(sid, row[i].seq, record, overlay)
                     carried.append(row[i].seq)
                     continue
@@ -375,11 +376,37 @@ cdef bint _sound(const unsigned char *p, Py_ssize_t left) noexcept nogil:
     if length < 2 or length > left - PREFIX or p[PREFIX] == 0 or p[PREFIX] > LAST_TYPE:
         return False
     memcpy(&crc, p + 4, 4)
-    return warren_crc(0, p + PREFIX, length) == crc
+    return warren_crc(0, p + PREFIX, length) == crc and _whole(p + PREFIX, length)
 
 
-cdef bint _sound_member(const unsigned char *p, Py_ssize_t left) noexcept nogil:
-    """Is there a whole record at `p`, be it in a group or not? For who knows its place."""
+cdef bint _whole(const unsigned char *p, uint64_t length) noexcept nogil:
+    """Does a record, whose type byte is at `p`, hold as much as it counts? See records.pxd."""
+    cdef uint32_t n
+    cdef uint64_t at
+    if p[0] == PUBLISH:
+        return publish_is_whole(p, length)
+    if p[0] == RESERVE:
+        return length >= 24
+    if p[0] == ACK or p[0] == PURGE or p[0] == REQUEUE:
+        if length < 16:
+            return False
+        memcpy(&n, p + 4, 4)
+        return length >= 16 + <uint64_t>n * (12 if p[0] == REQUEUE else 16)
+    if p[0] == GROUP:
+        at = 4
+        while at < length:
+            if length - at < PREFIX + 2:
+                return False
+            memcpy(&n, p + at, 4)
+            at += PREFIX
+            if n < 2 or n > length - at or p[at] == GROUP or not _whole(p + at, n):
+                return False
+            at += n
+    return True
+
+
+cdef bint _sound_publish(const unsigned char *p, Py_ssize_t left) noexcept nogil:
+    """Is there a whole publish record at `p`, be it in a group or not? For who knows its place."""
     cdef uint32_t length, crc, found
     if left < PREFIX + 2:
         return False
@@ -388,7 +415,7 @@ cdef bint _sound_member(const unsigned char *p, Py_ssize_t left) noexcept nogil:
         return False
     memcpy(&crc, p + 4, 4)
     found = warren_crc(0, p + PREFIX, length)
-    return found == crc or ~found == crc
+    return (found == crc or ~found == crc) and p[PREFIX] == PUBLISH and publish_is_whole(p + PREFIX, length)
 
 
 cdef bint _block(const unsigned char *p, Py_ssize_t left) noexcept nogil:
@@ -417,7 +444,7 @@ def read_publishes(bytes rows not None, bytes data not None, uint64_t base, list
             continue
         p = start + (row[i].offset - base)
         memcpy(&length, p, 4)
-        if length + PREFIX != row[i].size or not _sound_member(p, row[i].size) or p[PREFIX] != PUBLISH:
+        if length + PREFIX != row[i].size or not _sound_publish(p, row[i].size):
             damaged.append((row[i].seq, row[i].offset, row[i].size))
             continue
         payload = _payload(p + PREFIX, &payload_size)

@@ -16,6 +16,7 @@ from libc.string cimport memcmp, memcpy, memset
 
 from warren.kernel.entry cimport Entry, IN_QS, IN_STORE, PERSISTENT, SLOTTED
 from warren.kernel.overlay cimport Row
+from warren.kernel.records cimport publish_is_whole
 
 cdef extern from "crc32c.h" nogil:
     void warren_crc_init()
@@ -82,7 +83,7 @@ cdef bint _sound_record(const unsigned char *p, uint32_t length) noexcept nogil:
     """Is there a publish record at `p`, in a group (the CRC is inverted) or not?"""
     cdef uint32_t crc, found = warren_crc(0, p + RECORD_PREFIX, length)
     memcpy(&crc, p + 4, 4)
-    return (found == crc or ~found == crc) and p[RECORD_PREFIX] == 1
+    return (found == crc or ~found == crc) and p[RECORD_PREFIX] == 1 and publish_is_whole(p + RECORD_PREFIX, length)
 
 
 def convert_rows(bytes rows not None, bytes data not None, uint64_t base, uint64_t sid, uint64_t segment_size,
@@ -308,18 +309,23 @@ def fill_bodies(list entries not None, bytes data not None, uint64_t base, uint6
     cdef bytes last_head = b""
     for item in entries:
         entry = <Entry>item
-        if entry.offset < base or entry.offset - base + BODY_PREFIX + entry.size > have:
+        # The offset is what a slot said: nothing is added to it before it is known to be small.
+        if (entry.offset < base or entry.offset - base > have
+                or have - (entry.offset - base) < BODY_PREFIX + <uint64_t>entry.size):
             damaged.append(entry)
             continue
         p = start + (entry.offset - base)
         memcpy(&size, p, 4)
         memcpy(&crc, p + 4, 4)
         memcpy(&seq, p + 8, 8)
-        if size != entry.size or seq != entry.seq or _body_crc(sid, seq, p + BODY_PREFIX, size) != crc:
+        if size != entry.size or size < 4 or seq != entry.seq or _body_crc(sid, seq, p + BODY_PREFIX, size) != crc:
             damaged.append(entry)
             continue
         p += BODY_PREFIX
         memcpy(&head_size, p, 4)
+        if head_size > size - 4:
+            damaged.append(entry)
+            continue
         if head_size == PyBytes_GET_SIZE(last_head) and memcmp(PyBytes_AS_STRING(last_head), p + 4, head_size) == 0:
             entry.head = last_head
         else:
