@@ -336,7 +336,6 @@ CALLS = {
     "purge": lambda queue: (),
     "info": lambda queue: (),
     "__len__": lambda queue: (),
-    "_tell_state": lambda queue: (),
 }
 
 

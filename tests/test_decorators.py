@@ -91,6 +91,17 @@ def test_a_decorator_is_told_of_consumers_and_emptiness_once_for_a_change(channe
     assert told() == [("state", None, "empty")]
 
 
+def test_a_queue_that_becomes_empty_because_its_messages_expire_or_are_purged_is_told(channel):
+    channel.queue_declare("told")
+    told()
+    publish(channel, "told", b"short-lived", expiration="1")
+    eventually(lambda: Told.log[-1:] == [("state", None, "empty")])
+    assert told() == [("state", None, "not empty"), ("state", None, "empty")]
+    publish(channel, "told", b"purged")
+    channel.queue_purge("told")
+    assert told() == [("state", None, "not empty"), ("state", None, "empty")]
+
+
 def test_a_policy_that_changes_a_queue_is_told_and_decides_who_cares(broker, channel):
     def limit(length: int) -> None:
         policy = Policy(name="limit", pattern="^told", definition={"max-length": length})

@@ -569,9 +569,10 @@ class Channel(Declarations):
         if not nowait:
             self.reply("basic.cancel-ok", consumer_tag=consumer_tag)
         if consumer is not None and consumer.queue is not None:
-            if not consumer.outstanding:  # else its number is still needed to settle them
+            numbers = self._monitored.get(consumer.queue)
+            if numbers is not None and not consumer.outstanding:  # else its number is still needed to settle them
                 self._consumers[consumer.number] = None
-                self._monitor(consumer.queue).remove(consumer.number)
+                numbers.remove(consumer.number)
             with contextlib.suppress(QueueCrashed):
                 consumer.queue.cancel(consumer)
 

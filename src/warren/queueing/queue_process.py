@@ -378,7 +378,6 @@ class QueueProcess:
         if self._decorations is not None:
             self._tell_state()
 
-    @_guarded
     def _tell_state(self) -> None:
         """Tell the decorators who can take a message, and whether there is one."""
         if self._decorations is not None and not self.deleted:
@@ -628,7 +627,7 @@ class QueueProcess:
         if not self.deleted:
             with contextlib.suppress(QueueCrashed):
                 self.expire()
-                self._tell_state()
+                self.run()  # there is nothing to deliver, and it may be empty: decorators are told
 
     def used(self) -> None:
         """Somebody looked at it: an expiring queue has its time again."""
