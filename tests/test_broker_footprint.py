@@ -7,10 +7,12 @@ decide nothing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +25,10 @@ from tests.broker_process import Served, served
 from tests.conftest import Scale
 from warren.amqp.methods import encode
 from warren.kernel.frame_writer import method_frame, publishes
+from warren.storage.queue_state import NOTHING
+from warren.storage.variable_queue import VariableQueue
 from warren.storage.vhost_store import VhostStore
+from warren.vhost.vhost import Vhost
 
 pytestmark = [
     pytest.mark.xdist_group("footprint"),  # they share one broker
@@ -201,9 +206,9 @@ class Crowd:
             figures.seconds.append(cpu_seconds(self._vhost) - seconds)
 
     def _idle(self) -> float:
-        time.sleep(1)  # what was just done is committed and tidied up
+        time.sleep(0.5)  # what was just done is committed and tidied up
         before, began = cpu_seconds(self._vhost), time.monotonic()
-        time.sleep(2)
+        time.sleep(1.5)
         return (cpu_seconds(self._vhost) - before) / (time.monotonic() - began)
 
 
@@ -262,8 +267,10 @@ def test_the_upkeep_of_a_store_looks_at_no_queue_that_nobody_uses(
     record_property("CPU seconds a second while nobody does anything", round(footprint.idle_seconds, 4))
     store = VhostStore(str(tmp_path), background=False)
     try:
+        store.metadata.begin_group()
         for number in range(scale.scale(1000)):
             store.declare(f"queue-{number}")
+        store.metadata.end_group()
         store.tick()
         monkeypatch.setattr(store, "queues", Untouchable())
         for _ in range(3):
@@ -271,6 +278,62 @@ def test_the_upkeep_of_a_store_looks_at_no_queue_that_nobody_uses(
             store.tick()
     finally:
         monkeypatch.undo()
+        store.close()
+
+
+def test_empty_queues_share_containers_that_nothing_can_be_put_into(tmp_path):
+    store = VhostStore(str(tmp_path), background=False)
+    try:
+        empty, other = (store.declare(name).backing for name in ("empty", "other"))
+        store.fan_out([store.get("other")], b"", b"body", persistent=False, published_at=0)
+        assert isinstance(empty, VariableQueue)
+        assert isinstance(other, VariableQueue)
+        assert [entry.body for entry in other.q4] == [b"body"]
+        assert all(container is NOTHING for container in (empty.q1, empty.q2, empty.q3, empty.q4, other.q1))
+        for put in (NOTHING.append, NOTHING.appendleft, NOTHING.extend, NOTHING.extendleft):
+            with pytest.raises(AssertionError):
+                put([other.q4[0]])
+        assert not NOTHING
+    finally:
+        store.close()
+
+
+def test_the_end_of_a_connection_looks_at_its_own_exclusive_queues_only(tmp_path):
+    async def run() -> None:
+        vhost = Vhost(str(tmp_path), "/")
+        try:
+            first, second = object(), object()
+            for number, owner in enumerate([first, second, None, first]):
+                vhost.declare_queue(f"q{number}", durable=False, exclusive_to=owner, auto_delete=False, arguments={})
+            vhost.remove_queue(vhost.queues["q3"])
+            vhost.queues = Untouchable(vhost.queues)
+            vhost.release_exclusive(first)
+            assert [name for name in ("q0", "q1", "q2", "q3") if name in vhost.queues] == ["q1", "q2"]
+        finally:
+            vhost.queues = {}
+            await vhost.stop()
+
+    asyncio.run(run())
+
+
+def test_deletes_of_queues_that_hold_nothing_are_one_commit_and_others_are_safe_before_their_bodies_go(tmp_path):
+    store = VhostStore(str(tmp_path), background=False)
+    try:
+        for name in ("a", "b", "full"):
+            store.declare(name)
+        store.fan_out([store.get("full")], b"", b"body", persistent=True, published_at=0)
+
+        def kept() -> list[str]:
+            with contextlib.closing(sqlite3.connect(store.metadata.path)) as other:
+                return [name for (name,) in other.execute("SELECT name FROM queues ORDER BY name")]
+
+        store.metadata.begin_group()
+        store.delete("a")
+        store.delete("b")
+        assert kept() == ["a", "b", "full"]  # a crash now brings them back: nobody was told that they are gone
+        assert store.delete("full") == 1
+        assert kept() == []
+    finally:
         store.close()
 
 
