@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,13 +15,19 @@ from warren.kernel.entry import (
     deliveries,
     drop_bodies,
     entry_ranges,
+    free_ones,
+    persistent_ones,
     persistent_total,
+    pop_left,
     ram_total,
     record_pending,
+    renumber,
+    run_within,
     seq_ranges,
     set_level,
     settle,
     sizes,
+    some_expire,
     split_levels,
     summarize,
     take_pending,
@@ -105,6 +113,32 @@ def test_deliveries(entries: list[Entry], below: int, returned: set[int], counts
     assert settle(made, queue) == ([e.seq for e in entries], None)
     if made:
         assert settle(made, queue)[1] is made[0], "once"
+
+
+@given(entry_lists(), st.integers(1, 12), st.integers(0, 40))
+def test_a_run_from_the_head_within_a_count_and_bytes(entries: list[Entry], most: int, room: int) -> None:
+    fits = [n for n in range(1, len(entries) + 1) if n <= most and body_total(entries[:n]) <= room]
+    count = run_within(deque(entries), most, room)
+    assert count == max([min(1, len(entries)), *fits])
+    source = deque(entries)
+    assert pop_left(source, count) == entries[:count]
+    assert list(source) == entries[count:]
+
+
+@given(entry_lists(), st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)), st.integers(0, 1000))
+def test_choosing_and_numbering(entries: list[Entry], pending: set[int], lent: set[int], first: int) -> None:
+    held = dict.fromkeys(pending, Entry(0, b"", b""))
+    chosen = free_ones(entries, held, RangeSet([n for seq in sorted(lent) for n in (seq, 1)]))
+    assert chosen == [entry for entry in entries if entry.seq not in pending | lent]
+    assert persistent_ones(entries) == [entry for entry in entries if entry.flags & PERSISTENT]
+    assert not some_expire(entries)
+    if entries:
+        entries[-1].expiry = 1
+        assert some_expire(entries)
+    levels = [entry.level for entry in entries]
+    renumber(entries, first)
+    assert [entry.seq for entry in entries] == list(range(first, first + len(entries)))
+    assert [entry.level for entry in entries] == levels
 
 
 def test_a_message_of_another_queue_settles_nothing() -> None:

@@ -102,6 +102,35 @@ def number_entries(list entries not None, uint64_t first_seq, uint8_t level):
         first_seq += 1
 
 
+def pop_left(source not None, Py_ssize_t count):
+    """The first `count` entries of a deque, which has them no longer."""
+    cdef object popleft = source.popleft
+    cdef Py_ssize_t i
+    cdef list out = []
+    for i in range(count):
+        out.append(popleft())
+    return out
+
+
+def run_within(entries not None, Py_ssize_t most, int64_t room):
+    """How many entries, from the first on, have bodies of at most `room` bytes together: at least one, where there is one,
+    and at most `most`."""
+    cdef Py_ssize_t count = 0
+    for entry in entries:
+        room -= (<Entry>entry).body_size
+        if count and (room < 0 or count >= most):
+            break
+        count += 1
+    return min(count, most)
+
+
+def free_ones(list entries not None, dict pending not None, RangeSet lent not None):
+    """Those whose seq_id is neither a key of `pending` nor in `lent`."""
+    cdef bint none = not pending
+    return [entry for entry in entries
+            if not lent.contains((<Entry>entry).seq) and (none or (<Entry>entry).seq not in pending)]
+
+
 def renumber(list entries not None, uint64_t first_seq):
     """Give entries consecutive seq_ids."""
     for item in entries:

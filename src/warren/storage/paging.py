@@ -21,6 +21,7 @@ from warren.kernel.entry import (
     body_total,
     drop_bodies,
     entry_ranges,
+    free_ones,
     ram_total,
     sizes,
     sort_by_seq,
@@ -58,8 +59,7 @@ class Paging(QueueState):
             if lost:
                 self._lose([seq for seq in lost if seq not in self._ram_pending and seq not in self._disk_pending])
             if self._ram_pending or self._disk_pending:
-                pending, leased = self._ram_pending, self._disk_pending
-                entries = [e for e in entries if e.seq not in pending and e.seq not in leased]
+                entries = free_ones(entries, self._ram_pending, self._disk_pending)
             self.delta_count -= len(entries)
             if self.delta_count and self.delta_start >= self.delta_end:
                 self._len -= self.delta_count  # damage took them; it was reported

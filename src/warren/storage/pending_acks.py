@@ -25,8 +25,10 @@ from warren.kernel.entry import (
     body_total,
     drop_bodies,
     entry_ranges,
+    pop_left,
     ram_total,
     record_pending,
+    run_within,
     seq_ranges,
     sizes,
     sort_by_seq,
@@ -56,8 +58,7 @@ class PendingAcks(Paging):
         hold them."""
         source = self.q4 or self.q3
         count = min(count, len(source))
-        popleft = source.popleft
-        entries = [popleft() for _ in range(count)]
+        entries = pop_left(source, count)
         held, held_bytes = ram_total(entries)
         self._ram_count -= held
         self._add_ram(-held_bytes)
@@ -344,7 +345,7 @@ class PendingAcks(Paging):
             assert head is not None
             if taken and head.body_size > room:
                 break
-            entries = self._take(self._run_within(limit - len(taken), room))
+            entries = self._take(run_within(self.q4 or self.q3, limit - len(taken), room))
             room -= body_total(entries)
             taken += entries
         if not taken:
@@ -355,16 +356,6 @@ class PendingAcks(Paging):
         self._rates.left += len(taken)
         self._settle_down()
         return {self.index.sid: pairs}
-
-    def _run_within(self, limit: int, room: int) -> int:
-        """How many entries of the head container fit; at least one."""
-        count = 0
-        for entry in self.q4 or self.q3:
-            room -= entry.body_size
-            if count and (room < 0 or count >= limit):
-                break
-            count += 1
-        return min(count, limit)
 
     def settle(self, ranges: dict[int, list[int]], requeue: bool) -> int:
         pairs = ranges.get(self.index.sid, [])

@@ -5,7 +5,7 @@ in the journal names the stages of the batch, and from there on the batch is pub
 
 1. A batch is decided once. Who asks again hears yes, and the stages that he brings are dropped: they are of a repetition.
 2. Stages that no decision names are dropped when their writer decides a later batch, or after a day.
-3. Releasing moves rows into exchanges a few hundred at a time. The messages and how far it has come are one record group:
+3. Releasing moves rows into exchanges some thousand at a time. The messages and how far it has come are one record group:
    after a crash it goes on at the row where it was.
 4. A row that no queue takes is counted with its batch, in the same record. With `mandatory` such a batch is not decided.
 5. A writer's next batch is decided when the one before it is released. So a queue that does not take more holds the stream
