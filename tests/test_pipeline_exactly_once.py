@@ -165,7 +165,8 @@ class Campaign:
     def in_parquet(self) -> Counter[bytes]:
         """By the sink's own log: files that it does not name are litter of drivers that died."""
         named: dict[str, None] = {}
-        for entry in sorted((self.work / "rows" / "_spark_metadata").iterdir()):
+        entries = self.work / "rows" / "_spark_metadata"
+        for entry in sorted(entries.iterdir()) if entries.exists() else ():
             if entry.name.startswith("."):
                 continue
             for line in entry.read_text().splitlines()[1:]:
@@ -263,7 +264,7 @@ def test_a_batch_killed_after_half_of_its_tasks_arrives_once_in_another_shape(
     three cores. A row's place in the batch is another one then: whoever takes that for its name, loses and doubles rows."""
     chance = random.Random(seed)
     cases = list(itertools.product(SINKS, ("true", "false")))
-    for sink, adaptive in cases if scale.full else (cases[0], cases[-1]):
+    for sink, adaptive in cases if scale.full else (chance.choice(cases),):
         campaign.publish(sink, ROWS)
         half = {
             **campaign.shape(chance),
@@ -278,8 +279,6 @@ def test_a_batch_killed_after_half_of_its_tasks_arrives_once_in_another_shape(
         trap = {"point": HALF_DONE, "victim": "driver", "nth": 3}
         assert campaign.drive(sink, shape=half, trap=trap) == -9, campaign.log()
         assert campaign.counts(f"to-{sink}") == (0, ROWS), "the batch is checked out, and not settled"
-        if not scale.full and sink == "parquet":
-            continue  # both are repeated by one driver
         again = {
             **half,
             "master": "local[3, 4]",
@@ -289,7 +288,7 @@ def test_a_batch_killed_after_half_of_its_tasks_arrives_once_in_another_shape(
                 "spark.sql.adaptive.advisoryPartitionSizeInBytes": "1k",
             },
         }
-        assert campaign.drive(*(SINKS if not scale.full else (sink,)), shape=again) == 0, campaign.log()
+        assert campaign.drive(sink, shape=again) == 0, campaign.log()
     campaign.check_ledger()
 
 

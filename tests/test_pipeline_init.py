@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pika
 import pytest
 
+from tests.broker_process import served
 from warren.pipeline.errors import PipelineError
 from warren.pipeline.jobs.project import identifier, write_project
 
@@ -88,20 +92,55 @@ def test_a_name_that_cannot_be_printed_is_refused(tmp_path, queue):
     assert not (tmp_path / "p").exists()
 
 
+def pipeline(project: Path, *arguments: str, **environment: str) -> str:
+    """What `./pipeline` says, which ends well."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYSPARK", "SPARK"))}
+    done = subprocess.run(
+        ["./pipeline", *arguments],
+        cwd=project,
+        env={**inherited, "PATH": path, "SPARK_LOCAL_IP": "127.0.0.1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Run is COMPLETED" in done.stderr + done.stdout
+    return done.stderr + done.stdout
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("grpc") is None, reason="pyspark[pipelines] is not installed")
 def test_the_dry_run_of_spark_accepts_it(tmp_path, scale):
     """It resolves every table, view and flow, with the source and the sink found by themselves; nothing is read."""
     if not scale.full:
         pytest.skip("two JVMs start for it: in a full run")
     write_project(str(tmp_path / "shop"), queue="orders", url="http://127.0.0.1:9")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PYSPARK", "SPARK"))},
-        "PATH": path,
-        "SPARK_LOCAL_IP": "127.0.0.1",
-    }
-    done = subprocess.run(
-        ["./pipeline", "dry-run"], cwd=tmp_path / "shop", env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Run is COMPLETED" in done.stderr + done.stdout
+    pipeline(tmp_path / "shop", "dry-run")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("pika_litter")
+@pytest.mark.skipif(importlib.util.find_spec("grpc") is None, reason="pyspark[pipelines] is not installed")
+def test_the_project_runs_as_it_is_and_the_next_run_goes_on(tmp_path, scale):
+    if not scale.full:
+        pytest.skip("four JVMs start for it: in a full run")
+    with served(tmp_path / "data") as broker:
+        write_project(str(tmp_path / "shop"), queue="orders", url=broker.http_url)
+        seen: list[int] = []
+        for first, stop in ((0, 30), (30, 35)):
+            with contextlib.closing(broker.connect()) as connection:
+                channel = connection.channel()
+                channel.confirm_delivery()
+                channel.queue_declare("orders", durable=True)
+                channel.queue_declare("words", durable=True)
+                channel.queue_bind("words", "amq.topic", "seen.#")
+                for number in range(first, stop):
+                    channel.basic_publish("", "orders", b"%d" % number, pika.BasicProperties(delivery_mode=2))
+            pipeline(tmp_path / "shop", "run", WARREN_USER="guest", WARREN_PASSWORD="guest")
+            assert broker.queue_info("orders")["messages"] == 0
+            with contextlib.closing(broker.connect()) as connection:
+                channel = connection.channel()
+                while (got := channel.basic_get("words", auto_ack=True))[0] is not None:
+                    seen.append(json.loads(got[2])["seq_id"])
+            assert sorted(seen) == list(range(stop)), "a word about each message, once"
