@@ -1,4 +1,4 @@
-"""Records whose checksum is true and whose counts are not: damage like any other. Found by the fuzzer, `tests/fuzz/`."""
+"""Records whose checksum is true and whose counts are not: damage like any other. `tests/fuzz/` looks for more of them."""
 
 from __future__ import annotations
 
