@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
+import struct
 import threading
 import time
 
@@ -10,6 +13,9 @@ import pika
 import pika.exceptions
 import pytest
 
+from warren.amqp.methods import BY_NAME, encode
+from warren.kernel.frame_writer import method_frame
+from warren.node.handshake import PROTOCOL_HEADER, Gone, Handshake
 from warren.testing import running_broker
 
 OPEN: list[pika.BlockingConnection] = []  # closed at the end of a test
@@ -78,6 +84,51 @@ def test_guest_comes_from_this_machine_only(broker):
     assert broker.broker.may_connect_from("guest", "::1")
     assert not broker.broker.may_connect_from("guest", "10.1.2.3")
     assert broker.broker.may_connect_from("ann", "10.1.2.3")
+
+
+@pytest.mark.parametrize(("address", "gets_in"), [("127.0.0.1", True), ("10.1.2.3", False)])
+def test_guest_comes_from_this_machine_only_also_by_certificate(broker, caplog, address, gets_in):
+    async def log_in() -> bytes:
+        """What the client of a certificate for guest hears after it chose EXTERNAL."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        handshake = Handshake(ours, broker.broker, address=address, certificate_user="guest")
+        running = asyncio.ensure_future(handshake.run())
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        with ours:
+            capable = {"capabilities": {"authentication_failure_close": True}}
+            writer.write(PROTOCOL_HEADER)
+            writer.write(
+                method_frame(
+                    0,
+                    encode(
+                        "connection.start-ok",
+                        client_properties=capable,
+                        mechanism="EXTERNAL",
+                        response=b"",
+                        locale="en_US",
+                    ),
+                )
+            )
+            start = await read_method(reader)
+            assert start[:4] == struct.pack(">HH", 10, 10)
+            heard = await read_method(reader)
+            writer.close()
+            with pytest.raises(Gone):
+                await running
+        return heard
+
+    heard = asyncio.run(log_in())
+    method = "connection.tune" if gets_in else "connection.close"
+    assert heard[:4] == struct.pack(">HH", BY_NAME[method].class_id, BY_NAME[method].method_id)
+    if not gets_in:
+        assert struct.unpack_from(">H", heard, 4) == (403,)
+        assert "user 'guest' can only connect via localhost, not from 10.1.2.3" in caplog.text
+
+
+async def read_method(reader: asyncio.StreamReader) -> bytes:
+    (size,) = struct.unpack(">3xI", await reader.readexactly(7))
+    return (await reader.readexactly(size + 1))[:-1]
 
 
 def test_an_alarm_stops_publishers_and_not_consumers_and_tells_them(broker):

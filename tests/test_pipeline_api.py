@@ -378,6 +378,23 @@ def test_a_snapshot_is_listed_kept_alive_and_released(channel, ask):
     assert ask.ask("snapshots/heartbeat", vhost="/", id=said["id"])[0] == 404
 
 
+def test_the_list_has_the_snapshots_that_are_the_users_own_or_of_queues_that_he_may_read(running, channel, ask):
+    channel.queue_declare("secret", durable=True)
+    running.broker.users.add_user("ann", "pw")
+    running.broker.users.set_permissions("ann", "/", "", "", "^orders$")
+    ann = Client(running.http_url, "ann", "pw")
+    both = ask("snapshots/take", vhost="/", queues=["orders", "secret"], ttl=60)["id"]
+    readable = ask("snapshots/take", vhost="/", queues=["orders"], ttl=60)["id"]
+    own = ann("snapshots/take", vhost="/", queues=["orders"], ttl=60)["id"]
+
+    def listed(client: Client) -> list[str]:
+        return [one["id"] for one in client("snapshots/list")["snapshots"]]
+
+    assert (listed(ask), listed(ann)) == ([both, readable, own], [readable, own])
+    running.broker.users.set_permissions("ann", "/", "", "", "^other$")
+    assert listed(ann) == [own]
+
+
 def test_the_snapshots_of_a_group_are_released_together_and_only_those_of_the_user(running, channel, ask):
     running.broker.users.add_user("ann", "pw")
     running.broker.users.set_permissions("ann", "/", "", "", ".*")

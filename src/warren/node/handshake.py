@@ -178,6 +178,7 @@ class Handshake:
         if mechanism == "EXTERNAL":
             if self._certificate_user is None:
                 raise self._refused(mechanism)
+            self._check_address(self._certificate_user, mechanism)
             return self._certificate_user
         if mechanism == "PLAIN":
             name, password = _plain(response)
@@ -185,9 +186,7 @@ class Handshake:
             name, password = _amqplain(response)
         else:
             raise AmqpError(504, f"unknown authentication mechanism '{mechanism}'; there are {MECHANISMS}", 10, 11)
-        if not self._gate.may_connect_from(name, self._address):
-            log.warning("user '%s' can only connect via localhost, not from %s", name, self._address)
-            raise self._refused(mechanism)
+        self._check_address(name, mechanism)
         self._working(True)
         try:  # in a thread: a hash is slow by design
             is_known = await asyncio.to_thread(self._gate.authenticate, name, password)
@@ -196,6 +195,12 @@ class Handshake:
         if not is_known:
             raise self._refused(mechanism)
         return name
+
+    def _check_address(self, name: str, mechanism: str) -> None:
+        """However a user says who he is: where he comes from counts."""
+        if not self._gate.may_connect_from(name, self._address):
+            log.warning("user '%s' can only connect via localhost, not from %s", name, self._address)
+            raise self._refused(mechanism)
 
     @staticmethod
     def _refused(mechanism: str) -> AmqpError:

@@ -130,10 +130,12 @@ class HeldSnapshots:
         return {"released": len(mine)}
 
     def list(self, permissions: Permissions) -> dict[str, Any]:
+        """The user's own, and those of queues that he may read all: the others' names and depths are not his to know."""
         return {
             "snapshots": [
                 {**note, "messages": sum(q["ready"] + q["unacknowledged"] for q in note["queues"].values())}
                 for note in sorted(self._held.values(), key=lambda note: str(note["taken_at"]))
+                if note["user"] == permissions.user or self._unreadable(permissions, note) is None
             ]
         }
 
@@ -141,10 +143,15 @@ class HeldSnapshots:
         note = self._held.get(name)
         if note is None:
             raise not_found(f"no snapshot {name!r} in vhost {self._vhost.name!r}; it was released, or its time is over")
-        for queue in note["queues"]:
-            if not permissions.check("read", "queue", queue):
-                raise forbidden(f"user {permissions.user!r} may not read queue {queue!r}")
+        queue = self._unreadable(permissions, note)
+        if queue is not None:
+            raise forbidden(f"user {permissions.user!r} may not read queue {queue!r}")
         return note
+
+    @staticmethod
+    def _unreadable(permissions: Permissions, note: dict[str, Any]) -> str | None:
+        """A queue of it that the user may not read; None: there is none."""
+        return next((queue for queue in note["queues"] if not permissions.check("read", "queue", queue)), None)
 
     async def _remove(self, name: str) -> None:
         self._held.pop(name, None)
