@@ -20,6 +20,7 @@ import pytest
 
 from tests.fault_workload import SETTINGS, Driver, Witness, check, drain, open_store
 from tests.faulty_disk import FaultyDisk
+from tests.small_engine import make_entries, open_engine
 from warren.errors import DiskFullError
 from warren.storage.disk import Disk
 from warren.storage.settings import EngineSettings
@@ -185,6 +186,32 @@ def test_a_commit_larger_than_the_reserve_waits_for_room_and_is_not_lost(arena):
     check(store, witness)
     store.abandon()
     driver.open.abandon()
+
+
+@pytest.mark.parametrize("queues", [("a", "b"), ("levels",)])
+def test_a_checkout_that_meets_a_full_disk_on_its_way_keeps_what_it_has(arena, queues):
+    """Transient messages have to be written before they can be leased. Persistent ones before them are leased already."""
+    store = open_engine(str(arena), FaultyDisk(arena))
+    stored = [store.declare(name, arguments={"x-max-priority": 1} if name == "levels" else {}) for name in queues]
+    stored[0].backing.publish(make_entries(store, stored[0], [b"safe"] * 4, True, level=1 if len(stored) == 1 else 0))
+    transient = make_entries(store, stored[-1], [b"fast"] * 4, False)
+    stored[-1].backing.publish(transient)
+    store.committer.sync()
+    store.committer.full = True  # as a commit leaves it that found no room
+    made = store.begin_checkout(stored, "lake", 100)
+    assert made is not None
+    assert [sum(pairs[1::2]) for pairs in made.ranges.values()] == [4]
+    assert [checkout.ranges for checkout in store.checkouts("lake")] == [made.ranges]
+    with pytest.raises(DiskFullError):
+        store.begin_checkout(stored, "lake", 100)
+    assert len(store.checkouts("lake")) == 1
+    store.committer.full = False
+    rest = store.begin_checkout(stored, "lake", 100)
+    assert rest is not None
+    assert [sum(pairs[1::2]) for pairs in rest.ranges.values()] == [4]
+    assert store.settle("lake", rest.number) == 8
+    assert [queue.backing.depth() for queue in stored] == [0] * len(stored)
+    store.close()
 
 
 def test_a_clean_stop_on_a_full_disk_loses_nothing(arena):

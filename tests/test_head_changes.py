@@ -8,7 +8,7 @@ from warren.kernel.entry import Entry
 from warren.kernel.frame_writer import content, deliveries
 from warren.kernel.head_codec import EXCHANGE, HeadColumns
 from warren.kernel.ranges import RangeSet
-from warren.queueing.dead_letter import Death
+from warren.queueing.dead_letter import EXPIRED, Death
 from warren.queueing.properties import decode_head, encode_head, headers_of, rewritten
 
 
@@ -60,6 +60,45 @@ def test_a_death_leaves_a_time_in_milliseconds_and_small_numbers_as_they_were():
     table = b"\x02msT" + (1_700_000_000_123).to_bytes(8, "big") + b"\x05smallb\xff"
     head = b"\x00\x01k" + b"\x20\x00" + len(table).to_bytes(4, "big") + table
     assert table in Death(head, "q", "rejected", "dlx", None).head
+
+
+def test_a_death_with_a_routing_key_that_is_not_utf_8_keeps_its_history_and_ends_its_circle():
+    head = b"\x00\x03k\xff\xfe" + encode_head("", "", persistent=True, expiration_ms=5)[2:]
+    first = Death(head, "a", EXPIRED, "dlx", None)
+    second = Death(first.head, "b", EXPIRED, "dlx", None)
+    assert first.allows("b")
+    assert not second.allows("a")
+    newest, oldest = headers_of(second.head)["x-death"]
+    assert (newest["queue"], oldest["queue"]) == ("b", "a")
+    assert newest["routing-keys"] == oldest["routing-keys"] == [b"k\xff\xfe"]
+    assert (oldest["original-expiration"], "original-expiration" in newest) == ("5", False)
+    key = b"S\x00\x00\x00\x03k\xff\xfe"  # a long string in both, as every client expects it there
+    assert second.head.count(key) == 2
+
+
+def test_a_queue_whose_name_is_not_utf_8_is_known_again_in_a_history():
+    head = encode_head("", "k", persistent=True)
+    name = b"q\xff".decode("utf-8", "surrogateescape")
+    first = Death(head, name, EXPIRED, "dlx", None)
+    again = Death(first.head, name, EXPIRED, "dlx", None)
+    assert not Death(first.head, "b", EXPIRED, "dlx", None).allows(name)
+    assert [death["count"] for death in headers_of(again.head)["x-death"]] == [2]
+
+
+def test_a_history_that_cannot_be_written_is_left_out_and_a_new_one_begins():
+    """A time that no calendar has is read as a number, and the number is too large to be written."""
+    death = b"\x05queueS\x00\x00\x00\x01z\x04timeT" + (2**64 - 1).to_bytes(8, "big")
+    table = b"\x07x-deathA" + (len(death) + 5).to_bytes(4, "big") + b"F" + len(death).to_bytes(4, "big") + death
+    table += b"\x02CCA\x00\x00\x00\x00"
+    head = b"\x00\x01k\x21\x00" + len(table).to_bytes(4, "big") + table + b"\x015"
+    assert headers_of(head)["x-death"] == [{"queue": "z", "time": 2**64 - 1}]
+    first = Death(head, "a", EXPIRED, "dlx", "other")
+    said = decode_head(first.head)
+    assert [death["queue"] for death in said.headers["x-death"]] == ["a"]
+    assert first.headers["x-death"][0]["queue"] == "a"
+    assert ("CC" in said.headers, "expiration" in said.properties) == (False, False)
+    assert said.routing_key == "other"
+    assert not Death(first.head, "b", EXPIRED, "dlx", None).allows("a")
 
 
 def test_columns_do_not_show_the_keys_of_bcc():

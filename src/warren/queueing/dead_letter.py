@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from warren.queueing.properties import Head, carbon_keys, decode_head, rewritten
@@ -43,7 +44,7 @@ class Death:
         headers = dead.headers
         carbon = carbon_keys(headers.get("CC"))
         self.keys = [routing_key] if routing_key is not None else dead.keys
-        self._deaths = self._died(dead, headers, carbon, queue, reason, now)
+        self._deaths = self._died(dead, _deaths_of(headers), carbon, queue, reason, now)
         changed: dict[str, Any] = {"x-death": self._deaths}
         if "x-first-death-reason" not in headers:
             changed["x-first-death-reason"] = reason
@@ -57,33 +58,33 @@ class Death:
             headers.pop("CC", None)
             without = ("CC",)
         self._reason = reason
-        self.headers = {**headers, **changed}
-        blind = None if routing_key is None else ()
+        rewrite = partial(
+            rewritten,
+            head,
+            exchange=exchange,
+            routing_key=self.keys[0],
+            headers=changed,
+            without_headers=without,
+            without_expiration=True,
+            blind=None if routing_key is None else (),
+        )
         try:
-            self.head = rewritten(
-                head,
-                exchange=exchange,
-                routing_key=self.keys[0],
-                headers=changed,
-                without_headers=without,
-                without_expiration=True,
-                blind=blind,
-            )
+            self.head = rewrite()
         except (TypeError, ValueError):
-            # A client may send deaths that we can read and not write. Such a message goes on without its history.
-            self.head = rewritten(head, exchange=exchange, routing_key=self.keys[0], blind=blind)
+            # A client may send deaths that we can read and not write. Those are left out; ours stays: it ends circles.
+            self._deaths = changed["x-death"] = self._died(dead, [], carbon, queue, reason, now)
+            self.head = rewrite()
+        self.headers = {**headers, **changed}
 
     @staticmethod
     def _died(
         dead: Head,
-        headers: dict[str, Any],
+        deaths: list[dict[str, Any]],
         carbon: list[str],
         queue: str,
         reason: str,
         now: Callable[[], datetime.datetime],
     ) -> list[dict[str, Any]]:
-        before = headers.get("x-death")
-        deaths = [death for death in before if isinstance(death, dict)] if isinstance(before, list) else []
         for position, death in enumerate(deaths):
             if death.get("queue") == queue and death.get("reason") == reason:
                 count = death.get("count")
@@ -111,3 +112,16 @@ class Death:
             if death.get("queue") == target:
                 return False
         return True
+
+
+def _deaths_of(headers: dict[str, Any]) -> list[dict[str, Any]]:
+    before = headers.get("x-death")
+    deaths = [death for death in before if isinstance(death, dict)] if isinstance(before, list) else []
+    return [{name: _as_name(value) for name, value in death.items()} for death in deaths]
+
+
+def _as_name(value: Any) -> Any:
+    """Names are any bytes. One that is not UTF-8 comes out of a header as bytes, and is text everywhere else."""
+    if isinstance(value, list):
+        return [_as_name(item) for item in value]
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value

@@ -16,7 +16,8 @@ Rules:
 2. Most messages have no property but delivery mode and priority: their head is looked up, not built.
 3. A reader that wants one property skips the others and decodes none of them.
 4. Nothing is lost in silence: a value that AMQP cannot carry is refused, and what was accepted comes back equal. Only
-   times lose their fraction of a second: AMQP has none.
+   times lose their fraction of a second: AMQP has none. And a name that is not UTF-8 (text with surrogates for its bytes)
+   comes back as bytes when it was the value of a header.
 
 Rule 4 is why the field tables are not left to pamqp: it stores a float in 32 bits, cuts a header's name at 128 bytes,
 reads a time after 2106 as milliseconds, and takes no bytes. Where it loses nothing, the tests hold it against this.
@@ -339,7 +340,7 @@ def _encode_array(array: Sequence[object], depth: int) -> bytes:
 def _encode_value(value: object, depth: int) -> bytes:
     """A field of a table or array: one letter for its type, then the value."""
     if isinstance(value, str):
-        encoded = _utf8("it", value, "strict")
+        encoded = _utf8("it", value, "surrogateescape")  # x-death has routing keys, and those are any bytes
         return b"S" + _U32.pack(len(encoded)) + encoded
     if isinstance(value, bool):
         return b"t\x01" if value else b"t\x00"

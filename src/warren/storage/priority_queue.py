@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from warren.errors import WarrenError
 from warren.kernel.entry import Entry, set_level, split_levels
 from warren.kernel.ranges import RangeSet
 from warren.storage.backing_queue import BackingQueue
@@ -188,7 +189,12 @@ class PriorityQueue:
                 if ranges and head.body_size > most_bytes:
                     break
                 before = level.ready_bytes()
-                taken = level.checkout(limit, most_bytes)
+                try:
+                    taken = level.checkout(limit, most_bytes)
+                except WarrenError:
+                    if not ranges:
+                        raise
+                    break  # what the levels above gave is leased
                 ranges.update(taken)
                 limit -= sum(sum(pairs[1::2]) for pairs in taken.values())
                 most_bytes -= before - level.ready_bytes()

@@ -149,7 +149,9 @@ class VhostTransactions(VhostOpening):
                 try:
                     taken = queue.backing.checkout(share, most_bytes)
                 except WarrenError:
-                    raise
+                    if not ranges:
+                        raise
+                    break  # what others gave is leased and needs its record; who comes again is told
                 except Exception as error:  # what others gave already has no record: only recovery helps
                     self.committer.fail(error)
                     raise
