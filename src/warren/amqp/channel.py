@@ -26,6 +26,7 @@ from warren.amqp.transaction import Transaction
 from warren.errors import DiskFullError
 from warren.kernel.entry import Entry
 from warren.kernel.frame_writer import ack_frame, content, deliveries, nack_frame
+from warren.kernel.journal_codec import MOST_PRODUCER_BYTES
 from warren.kernel.ranges import RangeSet
 from warren.kernel.unacked import Unacked
 from warren.queueing.arrival import Arrival
@@ -179,6 +180,11 @@ class Channel(Declarations):
             arrival.waits, arrival.delay_ms = list(waits), delay if waits else 0
         producer, number = headers.get("x-producer-name"), headers.get("x-publishing-id")
         if names and isinstance(producer, str) and isinstance(number, int) and number >= 0:
+            size = len(producer.encode(errors="surrogateescape"))
+            if size > MOST_PRODUCER_BYTES:
+                raise AmqpError(
+                    406, f"invalid x-producer-name of {size} bytes: it has at most {MOST_PRODUCER_BYTES}", 60, 40
+                )
             arrival.producer, arrival.publishing_id = producer, number
         return arrival
 

@@ -38,6 +38,7 @@ cdef enum:
 BLOCK_HEADER_BYTES = BLOCK_HEADER
 RECORD_PREFIX_BYTES = PREFIX
 PUBLISH_FIXED_BYTES = PUBLISH_FIXED
+MOST_PRODUCER_BYTES = 255  # a record counts them in 8 bits
 MOST_TARGETS = 4000       # of one publish record, which counts them in 16 bits
 
 cpdef enum:
@@ -157,6 +158,8 @@ cdef class RecordBuffer:
         else:
             payload = entry.size
         if producer is not None:
+            if PyBytes_GET_SIZE(producer) > MOST_PRODUCER_BYTES:
+                raise ValueError(f"a producer's name of {PyBytes_GET_SIZE(producer)} bytes; at most {MOST_PRODUCER_BYTES} fit its record")
             flags |= HAS_PRODUCER
         self.need(PREFIX + PUBLISH_FIXED + count * TARGET + payload + 272)
         p = self.data + at + PREFIX

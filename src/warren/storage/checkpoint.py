@@ -353,6 +353,8 @@ class Checkpoint:
 
     def _give_back(self) -> None:
         with self._owner.lock:
+            for index, rows in self._moved:
+                index.shadow(rows)
             for index, (segment, acks, counts) in self._batches:
                 segment.unsaved = acks + segment.unsaved
                 base = segment.number * index.segment_size

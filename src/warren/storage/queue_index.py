@@ -76,6 +76,7 @@ class QueueIndex:
         "overlay",
         "segment_size",
         "segments",
+        "shadowed",
         "sid",
         "unsynced_parents",
     )
@@ -99,6 +100,7 @@ class QueueIndex:
         self.files = SegmentFiles(disk, directory, sid, segment_size)
         self.segment_size = segment_size
         self.counts_unsaved: dict[int, int] = {}  # delivery counts that are only in the journal
+        self.shadowed = False  # a segment is
         self.names_changed = False  # files were made or unlinked since the directory was synced
         self.unsynced_parents: list[str] = []  # of the directory itself, where it was made since
         self._disk = disk
@@ -135,8 +137,17 @@ class QueueIndex:
             segment.kill(first, count, [])
             segment.unsaved += (first, count)
 
+    def shadow(self, rows: bytes) -> None:
+        """A checkpoint of `rows` was cut off: perhaps they have slots, and the journal has them, too."""
+        for segment, _, _ in self._split(row_pairs(rows)):
+            segment.shadowed = self.shadowed = True
+
     def ack_synced(self, ticket: AckTicket) -> None:
         leftover = self.overlay.ack_synced(ticket.in_journal) if ticket.in_journal else []
+        if self.shadowed:  # a slot that a cut-off checkpoint left would bring the message back once the journal is gone
+            for segment, first, count in self._split(ticket.in_journal):
+                if segment.shadowed:
+                    segment.unsaved += (first, count)
         for segment, first, count in self._split(leftover + ticket.in_segments):
             segment.unsynced -= count
             segment.unsaved += (first, count)

@@ -73,7 +73,7 @@ def replay_journal(
         for kind, body in others:
             if kind == DEDUP and isinstance(body, tuple):
                 sid, producer, publishing_id = body
-                ledger.note(DEDUP, f"{sid >> 8}:{producer.decode()}", publishing_id, number)
+                ledger.note(DEDUP, f"{sid >> 8}:{producer.decode(errors='surrogateescape')}", publishing_id, number)
             else:
                 ledger.replay(kind, body, number)
         last = number == needed[-1]
@@ -125,7 +125,8 @@ def scan_segment(disk: Disk, scan: SegmentScan) -> ScannedSegment:
     )
     segment, base = found.segment, scan.number * scan.segment_size
     for first, length in pairs_of(scan.journaled):
-        segment.kill(first - base, length, [])
+        if segment.kill(first - base, length, []):
+            segment.shadowed = True
     refs = [(slot, msg_id) for slot, msg_id in found.refs if segment.is_live(slot)]
     return ScannedSegment(segment, found.live_bytes(), refs, found.counts, damage)
 
@@ -186,6 +187,7 @@ def recover_stream(
             continue
         total += found.live_bytes
         index.segments[segment.number] = segment
+        index.shadowed = index.shadowed or segment.shadowed
         stored += [(base + slot, msg_id) for slot, msg_id in found.refs]
         counts.update((base + slot, count) for slot, count in found.counts.items())
     index.files.clear_away(dead)

@@ -57,6 +57,7 @@ class Segment:
         "live_count",
         "number",
         "qs_end",
+        "shadowed",
         "trailer",
         "transients",
         "unsaved",
@@ -73,6 +74,7 @@ class Segment:
         self.counts: dict[int, int] = {}  # delivery counts that .qa does not have yet: slot -> count
         self.created = False  # .qi and .qs exist
         self.qs_end = HEADER_BYTES  # where the next body goes
+        self.shadowed = False  # slots on disk of messages that the journal still has: a checkpoint was cut off
         self.written = 0  # slots; one that was written again after a crash may count twice
         self.trailer: Trailer | None = None  # what a dirty start found
         self.transients = False  # slots of transient messages were written: no ack of them is on disk

@@ -316,7 +316,7 @@ class VhostStore(VhostTransactions):
             if entry.flags & PERSISTENT:
                 records.setdefault(entry.flags & IN_STORE, []).append((queue, entry))
         buffer = self.journal.buffer
-        name = producer.encode() if producer is not None else None
+        name = producer.encode(errors="surrogateescape") if producer is not None else None
         parts = [pairs[i : i + MOST_TARGETS] for pairs in records.values() for i in range(0, len(pairs), MOST_TARGETS)]
         if len(parts) > 1:
             buffer.begin_group()
