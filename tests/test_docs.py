@@ -60,11 +60,11 @@ def test_the_python_blocks_of_a_document_run(document, at_least, tmp_path, monke
 def test_the_commands_of_the_readme_run_after_its_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_blocks("README.md")
-    with warren.open("data") as store:
-        store.queue("orders").publish(b"for browse")
+    with warren.open("mystore") as store:
+        store.queue("tasks").publish(b"for browse")
     lines = [line for _, block in blocks("README.md", "") for line in block.splitlines() if line.startswith("$ warren")]
     on_spark = [line for line in lines if line.startswith("$ warren spark ")]
-    assert (len(lines), len(on_spark)) == (9, 4)
+    assert (len(lines), len(on_spark)) == (10, 5)
     for line in on_spark:  # test_pipeline_cli.py runs them
         assert CliRunner().invoke(app, ["spark", line.split()[3], "--help"]).exit_code == 0
     for line in lines:
@@ -73,7 +73,7 @@ def test_the_commands_of_the_readme_run_after_its_example(tmp_path, monkeypatch,
         result = CliRunner().invoke(app, shlex.split(line.removeprefix("$ warren"), comments=True))
         assert result.exit_code == 0, (line, result.output)
     with warren.open("restored") as store:
-        assert len(store.queue("orders")) == 1
+        assert len(store.queue("tasks")) == 1
 
 
 def test_the_targets_of_the_readme_are_those_of_the_makefile():
