@@ -8,7 +8,7 @@ import resource
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,8 +45,21 @@ def log_in(sock: Sock) -> Sock:
     )
     received = b""
     while method_frame(1, encode("channel.open-ok")) not in received:
-        received += sock.recv(65536)
+        more = sock.recv(65536)
+        if not more:
+            raise ConnectionError(f"the broker has closed the connection; it said {received!r}")
+        received += more
     return sock
+
+
+def until_refused(log_in: Callable[[], Sock], most: int = 64) -> list[Sock]:
+    """As many clients as get in; fewer than `most`."""
+    clients: list[Sock] = []
+    with contextlib.suppress(OSError):
+        while len(clients) < most:
+            clients.append(log_in())
+    assert len(clients) < most
+    return clients
 
 
 def is_served(broker: Served | RunningBroker) -> None:

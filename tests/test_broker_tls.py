@@ -21,7 +21,7 @@ import pytest
 
 from tests.broker_clients import eventually, unique
 from tests.broker_process import Served, free_port, served
-from tests.test_broker_limits import MIB, is_served, log_in
+from tests.test_broker_limits import MIB, is_served, log_in, until_refused
 from warren.amqp.methods import encode
 from warren.kernel.frame_writer import method_frame, publishes
 from warren.node.status import resident_bytes
@@ -276,6 +276,26 @@ def test_a_relay_that_stands_still_does_not_hold_up_the_node(broker, certificate
     for sock in waiting:
         sock.close()
     is_served_over_tls(broker.tls_port, certificates)
+
+
+def test_clients_that_take_all_descriptors_of_a_relay_keep_only_others_out(broker, certificates):
+    pid = broker.relay()
+    relay = psutil.Process(pid)
+    before = relay.rlimit(psutil.RLIMIT_NOFILE)
+    clients = [opened(broker.tls_port, certificates)]
+    for allowed in (64, 3):  # it refuses; it cannot even take the socket
+        relay.rlimit(psutil.RLIMIT_NOFILE, (allowed, before[1]))
+        clients += until_refused(lambda: opened(broker.tls_port, certificates))
+    assert len(clients) > 5
+    relay.rlimit(psutil.RLIMIT_NOFILE, before)
+    is_served_over_tls(broker.tls_port, certificates)
+    clients[0].sendall(method_frame(2, encode("channel.open")))
+    received = b""
+    while method_frame(2, encode("channel.open-ok")) not in received:
+        received += clients[0].recv(65536)
+    assert broker.relay() == pid
+    for client in clients:
+        client.close()
 
 
 def test_what_is_no_tls_harms_nobody(broker, certificates):

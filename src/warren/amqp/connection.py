@@ -73,9 +73,9 @@ class Everything:
         return True
 
 
-def turn_away(sock: socket.socket, why: str) -> None:
-    """Tell a client whose vhost went away while it came, as far as its socket takes it, and close."""
-    close = encode("connection.close", reply_code=320, reply_text=AmqpError(320, why).reply_text)
+def turn_away(sock: socket.socket, why: str, code: int = 320) -> None:
+    """Tell a client that cannot be served though it has logged in, as far as its socket takes it, and close."""
+    close = encode("connection.close", reply_code=code, reply_text=AmqpError(code, why).reply_text)
     with contextlib.suppress(OSError):
         sock.setblocking(False)
         sock.send(method_frame(0, close))

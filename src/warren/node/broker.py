@@ -129,7 +129,7 @@ class Broker:
     async def _listen(self) -> None:
         tls = self.config.tls
         if tls.enabled:
-            self._relays = TlsRelays(tls)
+            self._relays = TlsRelays(tls, self.config.connection_max)
             await self._relays.start()
             self.tls_port = self._listen_on(tls.port, over_tls=True)
         self.amqp_port = self._listen_on(self.config.amqp_port, over_tls=False)

@@ -267,6 +267,12 @@ class Config(BaseSettings):
     staged_limit: Size = Field(
         default=16 * 1024**3, ge=1, description="bytes that sinks of Spark may have staged in a vhost"
     )
+    connection_max: Count = Field(
+        default=0,
+        ge=0,
+        le=10**6,
+        description="clients that a vhost process, or a TLS relay, may have; 0: as many as its open files allow",
+    )
     handshake_timeout: Seconds = Field(default=10, gt=0, description="seconds that a client has to log in")
     max_handshakes: Count = Field(
         default=4000, ge=1, le=10**6, description="clients that may be logging in at one time"

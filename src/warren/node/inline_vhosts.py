@@ -14,9 +14,10 @@ from warren.errors import WarrenError
 from warren.node.config import Config
 from warren.node.handshake import Opened
 from warren.node.running_vhosts import VhostDownError
+from warren.vhost.client_limit import ClientLimit
 from warren.vhost.permissions import GrantSource, Permissions
 from warren.vhost.supervisor import DOWN, RESTARTING, RUNNING, STARTING
-from warren.vhost.vhost import Vhost, close_connections
+from warren.vhost.vhost import Vhost, clients_of, close_connections
 
 log = logging.getLogger("warren.node")
 
@@ -29,6 +30,8 @@ class InlineVhosts:
         self._grants = grants
         self.vhosts: dict[str, Vhost] = {}  # those that run
         self._states: dict[str, str] = {}  # of the others
+        self._limit = ClientLimit(config.connection_max)
+        self._arriving = 0  # clients that are no connections yet
         self._alarms: set[str] = set()
         self._restarts: set[asyncio.Task[None]] = set()
 
@@ -109,20 +112,29 @@ class InlineVhosts:
         if vhost is None:
             turn_away(sock, f"vhost '{opened.vhost}' is down ({self.state(opened.vhost)})")
             return
-        await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: Connection(
-                vhost,
-                user=opened.user,
-                permissions=Permissions(self._grants, opened.user, opened.vhost),
-                frame_max=opened.frame_max,
-                channel_max=opened.channel_max,
-                heartbeat=opened.heartbeat,
-                client_properties=opened.client_properties,
-                peer=opened.peer,
-                tls=opened.tls,
-            ),
-            sock,
-        )
+        refusal = self._limit.refusal(self._arriving + sum(map(clients_of, self.vhosts.values())), sock.fileno())
+        if refusal is not None:
+            log.warning("client %s: %s", opened.peer, refusal)
+            turn_away(sock, refusal, 530)
+            return
+        self._arriving += 1
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: Connection(
+                    vhost,
+                    user=opened.user,
+                    permissions=Permissions(self._grants, opened.user, opened.vhost),
+                    frame_max=opened.frame_max,
+                    channel_max=opened.channel_max,
+                    heartbeat=opened.heartbeat,
+                    client_properties=opened.client_properties,
+                    peer=opened.peer,
+                    tls=opened.tls,
+                ),
+                sock,
+            )
+        finally:
+            self._arriving -= 1
 
     async def grant_changed(self, user: str, vhost: str) -> None:
         """The version of the users has changed, and that is all that a connection here looks at."""

@@ -54,6 +54,7 @@ class ProcessVhosts:
                 "consumer_timeout": config.consumer_timeout,
                 "queue_type_aliases": dict(config.queue_type_aliases),
                 "queue_decorators": list(config.queue_decorators),
+                "connection_max": config.connection_max,
             },
             max_restarts=config.vhost_max_restarts,
             restart_period=config.vhost_restart_period,

@@ -43,8 +43,9 @@ class Secured:
 class TlsRelay:
     """One process, started again whenever it ends."""
 
-    def __init__(self, files: dict[str, Any]) -> None:
+    def __init__(self, files: dict[str, Any], connection_max: int) -> None:
         self._files = files
+        self._connection_max = connection_max
         self._process: asyncio.subprocess.Process | None = None
         self._control: ControlSocket | None = None
         self._waiting: dict[int, asyncio.Future[tuple[socket.socket, Secured]]] = {}
@@ -99,6 +100,7 @@ class TlsRelay:
                 "warren.node.tls_relay",
                 str(theirs.fileno()),
                 json.dumps(self._files),
+                str(self._connection_max),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )
@@ -147,9 +149,12 @@ class TlsRelay:
             if future is not None and not future.done():
                 future.set_exception(ConnectionError(message["why"]))
         elif what == "plain":
-            assert descriptor is not None
-            sock = socket.socket(fileno=descriptor)
             future = self._waiting.pop(message["id"], None)
+            if descriptor is None:
+                if future is not None and not future.done():
+                    future.set_exception(ConnectionError("no open file is left for it; raise ulimit -Hn"))
+                return
+            sock = socket.socket(fileno=descriptor)
             if future is None or future.done():
                 sock.close()
                 return
@@ -177,7 +182,7 @@ class TlsRelay:
 class TlsRelays:
     """All of a node: clients go to one after the other."""
 
-    def __init__(self, tls: Tls) -> None:
+    def __init__(self, tls: Tls, connection_max: int) -> None:
         files: dict[str, Any] = {
             "certfile": str(tls.certfile),
             "keyfile": str(tls.keyfile),
@@ -185,7 +190,7 @@ class TlsRelays:
             "verify": tls.verify,
         }
         context_for(**files)  # what is wrong with the files is told here, before anything is started
-        self._relays = [TlsRelay(files) for _ in range(tls.relays)]
+        self._relays = [TlsRelay(files, connection_max) for _ in range(tls.relays)]
         self._turn = itertools.cycle(self._relays)
 
     @property

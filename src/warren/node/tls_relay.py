@@ -35,6 +35,7 @@ import ssl
 import sys
 from typing import Any
 
+from warren.vhost.client_limit import ClientLimit
 from warren.vhost.control import ControlSocket, Message
 
 _PIECE_BYTES = 65536
@@ -268,8 +269,9 @@ def _hung_up(sock: socket.socket) -> bool:
 class Relay:
     """All clients of one process."""
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, connection_max: int = 0) -> None:
         self.context = context
+        self._limit = ClientLimit(connection_max)
         self.clients: set[RelayedClient] = set()
         self._done = asyncio.Event()
         self._node_is_gone = False
@@ -292,8 +294,16 @@ class Relay:
 
     def _received(self, message: Message, descriptor: int | None) -> None:
         assert message["what"] == "client"
-        assert descriptor is not None
+        if descriptor is None:
+            why = "no open file is left for it in its TLS relay; raise ulimit -Hn, or tls.relays"
+            self.control.send("refused", id=message["id"], why=why)
+            return
         sock = socket.socket(fileno=descriptor)
+        refusal = self._limit.refusal(len(self.clients), descriptor)
+        if refusal is not None:
+            sock.close()
+            self.control.send("refused", id=message["id"], why=f"TLS relay: {refusal}")
+            return
         try:
             client = RelayedClient(self, sock, message["id"], message["seconds"])
         except OSError as error:
@@ -320,26 +330,27 @@ class Relay:
         self._loop.call_later(_LAST_SECONDS, self._done.set)
 
 
-async def _run(sock: socket.socket, files: dict[str, Any]) -> int:
+async def _run(sock: socket.socket, files: dict[str, Any], connection_max: int) -> int:
     try:
         context = context_for(**files)
     except OSError as error:  # of TLS too
         control = ControlSocket(sock, lambda *_: None, lambda: None)
         control.send("failed", why=f"TLS: {error}")
         return 1
-    await Relay(sock, context).run()
+    await Relay(sock, context, connection_max).run()
     return 0
 
 
 def main(arguments: list[str]) -> int:
-    """Arguments: the descriptor of the control socket, and the files as JSON."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it goes with the node
+    """Arguments: the descriptor of the control socket, the files as JSON, and connection_max."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # it goes with the node
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     import uvloop
 
-    return uvloop.run(_run(socket.socket(fileno=int(arguments[0])), json.loads(arguments[1])))
+    number, files, connection_max = arguments
+    return uvloop.run(_run(socket.socket(fileno=int(number)), json.loads(files), int(connection_max)))
 
 
 if __name__ == "__main__":

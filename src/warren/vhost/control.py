@@ -1,7 +1,7 @@
 """The control socket: how the node and its vhost processes talk.
 
-A message is four bytes of length and JSON, over a Unix stream socket; a file descriptor may come with it. One table says
-what there is:
+A message is four bytes of length and JSON, over a Unix stream socket; a file descriptor may come with it, and is lost where
+the receiver has no number left for it: then the message comes without. One table says what there is:
 
     node to vhost       hand_over   a client's socket, with what its handshake agreed on   (a descriptor; no answer)
                         grants      what a user may do has changed                         (answered when it holds)
@@ -57,7 +57,7 @@ class ControlSocket:
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._in = bytearray()
-        self._descriptors: deque[int] = deque()
+        self._descriptors: deque[int | None] = deque()  # of messages that are not complete yet; None: it was lost
         self._out: deque[tuple[memoryview, int | None]] = deque()
         self._writing = False
         self._next_id = 1
@@ -126,15 +126,15 @@ class ControlSocket:
     def _readable(self) -> None:
         try:
             data, descriptors, flags, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
-            if flags & socket.MSG_CTRUNC:  # a descriptor was lost: the next one must not be taken for it
-                self._descriptors.extend(descriptors)
-                self.close()
-                return
         except BlockingIOError:
             return
         except OSError:
-            data, descriptors = b"", []
+            data, descriptors, flags = b"", [], 0
         self._descriptors.extend(descriptors)
+        if flags & socket.MSG_CTRUNC:
+            # This process has no number left for it, so it is closed already. One message has one, and what is received
+            # at once ends with it: so it is this one that was lost, and the next must not be taken for it.
+            self._descriptors.append(None)
         if not data:
             self.close()
             return
@@ -173,8 +173,9 @@ class ControlSocket:
         if self._writing:
             self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
-        for descriptor in [*self._descriptors, *(fd for _, fd in self._out if fd is not None)]:
-            os.close(descriptor)
+        for descriptor in [*self._descriptors, *(fd for _, fd in self._out)]:
+            if descriptor is not None:
+                os.close(descriptor)
         self._descriptors.clear()
         self._out.clear()
         for future in self._answers.values():

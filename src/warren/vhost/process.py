@@ -19,10 +19,11 @@ import uvloop
 
 from warren.amqp.connection import Connection, turn_away
 from warren.errors import StoreLockedError, WarrenError
+from warren.vhost.client_limit import ClientLimit
 from warren.vhost.control import ControlSocket, Message
 from warren.vhost.grants import Grants
 from warren.vhost.permissions import Permissions
-from warren.vhost.vhost import Vhost, close_connections
+from warren.vhost.vhost import Vhost, clients_of, close_connections
 
 log = logging.getLogger("warren.vhost")
 
@@ -42,6 +43,8 @@ class _Process:
         self._vhosts: dict[str, Vhost] = {}
         self._unwanted: set[str] = set()  # vhosts that were closed, perhaps before they were open
         self._grants = Grants()
+        self._limit = ClientLimit(arguments["connection_max"])
+        self._arriving = 0  # clients that are no connections yet
         self._tasks: set[asyncio.Task[Any]] = set()
         self._code = 0
         self._why = ""  # it stops, as clients are told
@@ -110,7 +113,9 @@ class _Process:
             # At once, and not when the work is done that needs it: messages are in the order of changes.
             self._grants.put(message["user"], message["vhost"], message["grant"])
         if what == "hand_over":
-            assert descriptor is not None
+            if descriptor is None:
+                log.warning("client %s is lost: no open file is left for it; raise ulimit -Hn", message["peer"])
+                return
             self._start(self._take_over(socket.socket(fileno=descriptor), message))
         elif what == "grants":
             self._control.answer(message, True)
@@ -175,8 +180,14 @@ class _Process:
         if vhost is None or self._stopping.is_set():
             turn_away(sock, self._why or f"vhost '{opened['vhost']}' is down")
             return
+        refusal = self._limit.refusal(self._arriving + sum(map(clients_of, self._vhosts.values())), sock.fileno())
+        if refusal is not None:
+            log.warning("client %s: %s", opened["peer"], refusal)
+            turn_away(sock, refusal, 530)
+            return
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
+        self._arriving += 1
         try:
             await loop.connect_accepted_socket(
                 lambda: Connection(
@@ -195,6 +206,8 @@ class _Process:
         except OSError as error:
             log.info("client %s: %s", opened["peer"], error)
             sock.close()
+        finally:
+            self._arriving -= 1
 
 
 def _not_here(message: Message) -> dict[str, Any]:

@@ -608,6 +608,11 @@ class Vhost:
         return found
 
 
+def clients_of(vhost: Vhost) -> int:
+    """Clients whose sockets it has, also those that are being sent away."""
+    return len(vhost.connections) + len(vhost.departing)
+
+
 async def close_connections(vhosts: Iterable[Vhost], why: str = "") -> None:
     """Tell all clients why they have to go, give them a moment to answer, then cut them off."""
     why = why or "broker forced connection closure with reason 'shutdown'"
