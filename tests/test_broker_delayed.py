@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+import lmdb
 import pika
 import pika.exceptions
 import pytest
 
+from tests.broker_clients import eventually
 from tests.test_broker_queue_restart import Broken
+from warren.queueing import delayed
 from warren.testing import running_broker
 
 
@@ -141,3 +145,117 @@ def test_a_failure_among_the_messages_that_wait_costs_none_of_them(operation):
             publish(channel, b"then", 600)
         assert [body for body, _, _ in wait_for(channel, 2)] == [b"before", b"then"]
         connection.close()
+
+
+def fail(monkeypatch, **operations: int) -> dict[str, int]:
+    """So many times the operations of the table of times find the disk full; what is left of that."""
+    left = dict(operations)
+    for name in operations:
+        real = getattr(delayed.TimeTable, name)
+
+        def planted(self, *arguments, name=name, real=real):
+            if left[name]:
+                left[name] -= 1
+                raise lmdb.DiskError("No space left on device")
+            return real(self, *arguments)
+
+        monkeypatch.setattr(delayed.TimeTable, name, planted)
+    monkeypatch.setattr(delayed, "_RETRY_SECONDS", 0.02)
+    return left
+
+
+def break_table(monkeypatch, then: Callable[[], None]) -> None:
+    """The first time that something is due, the table breaks, and `then` is called."""
+    broken: list[bool] = []
+    real = delayed.TimeTable.remove_many
+
+    def remove_many(self, rows):
+        if not broken:
+            broken.append(True)
+            then()
+            raise lmdb.PanicError("Update of meta page failed")
+        real(self, rows)
+
+    monkeypatch.setattr(delayed.TimeTable, "remove_many", remove_many)
+
+
+@pytest.mark.parametrize("operations", [{"remove_many": 3}, {"put_many": 3}, {"remove_many": 2, "put_many": 2}])
+def test_what_waits_comes_once_when_a_full_disk_has_room_again(monkeypatch, operations):
+    with running_broker() as broker:
+        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+        channel = connection.channel()
+        declare(channel)
+        publish(channel, b"1", 200)
+        waiting = broker.call(lambda: broker.broker.vhosts["/"].delayed["later"])
+        hidden = waiting.stored
+        left = fail(monkeypatch, **operations)
+        publish(channel, b"2", 300)
+        publish(channel, b"3", 100)
+        assert sorted(body for body, _, _ in wait_for(channel, 3)) == [b"1", b"2", b"3"]
+        assert not any(left.values())
+        publish(channel, b"4", 1)
+        assert [body for body, _, _ in wait_for(channel, 1)] == [b"4"]
+        assert waiting.stored is hidden, "a full disk is no reason to restart the queue"
+        eventually(lambda: broker.call(lambda: (len(waiting), hidden.backing.depth())) == (0, 0))
+        connection.close()
+
+
+@pytest.mark.parametrize("full", [{"__init__": 3}, {"put_many": 2}])
+def test_a_table_of_times_that_broke_on_a_full_disk_is_made_anew_when_there_is_room(monkeypatch, full):
+    with running_broker() as broker:
+        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+        channel = connection.channel()
+        declare(channel)
+        for body in (b"first", b"second", b"third"):
+            publish(channel, body, 500)
+        waiting = broker.call(lambda: broker.broker.vhosts["/"].delayed["later"])
+        left = fail(monkeypatch, **dict.fromkeys(full, 0))
+        break_table(monkeypatch, lambda: left.update(full))
+        publish(channel, b"fourth", 500)
+        assert [body for body, _, _ in wait_for(channel, 4)] == [b"first", b"second", b"third", b"fourth"]
+        assert not any(left.values())
+        publish(channel, b"then", 1)
+        assert [body for body, _, _ in wait_for(channel, 1)] == [b"then"]
+        eventually(lambda: broker.call(lambda: (len(waiting), waiting.stored.backing.depth())) == (0, 0))
+        connection.close()
+
+
+def test_an_exchange_that_cannot_keep_times_yet_refuses_messages_and_loses_none_that_wait(monkeypatch):
+    with running_broker() as broker:
+        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+        channel = connection.channel()
+        declare(channel)
+        left = fail(monkeypatch, __init__=0)
+        break_table(monkeypatch, lambda: left.update(__init__=1_000_000))
+        publish(channel, b"before", 100)
+        waiting = broker.call(lambda: broker.broker.vhosts["/"].delayed["later"])
+        eventually(lambda: broker.call(lambda: waiting._table is None))
+        with pytest.raises(pika.exceptions.NackError):
+            publish(channel, b"refused", 100)
+        assert broker.call(lambda: len(waiting)) == 1
+        left["__init__"] = 0
+        assert [body for body, _, _ in wait_for(channel, 1)] == [b"before"]
+        connection.close()
+
+
+def test_a_table_of_times_goes_on_after_a_real_disk_was_full(small_disk):
+    """LMDB says DiskError, or an input/output error where half a page found room."""
+    table = delayed.TimeTable(str(small_disk / "times"))
+    rows: list[tuple[int, int]] = []
+
+    def fill() -> None:
+        while True:
+            more = [(due, due) for due in range(len(rows), len(rows) + 20_000)]
+            table.put_many(more)
+            rows.extend(more)
+
+    try:
+        with pytest.raises(lmdb.Error) as caught:
+            fill()
+        assert not isinstance(caught.value, delayed._BROKEN)
+        assert len(table) == len(rows)
+        assert table.first(2, 1 << 40) == rows[:2]
+        table.remove_many(rows[:100])
+        assert table.first(1, 1 << 40) == [rows[100]]
+    finally:
+        table.close()

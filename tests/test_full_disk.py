@@ -11,7 +11,6 @@ import dataclasses
 import os
 import random
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,19 +230,6 @@ def test_a_clean_stop_on_a_full_disk_loses_nothing(arena):
 
 
 # ---- a real one ----
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "small"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs of 8 MiB can be mounted here: {mounted.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 def test_a_real_disk_of_8_mib_fills_up_and_empties(small_disk, scale, record_property):
