@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from functools import partial
 
 import pika
 import pika.exceptions
 import pytest
 
-from tests.broker_clients import eventually, pump, settle
+from tests.broker_clients import SECONDS, eventually, pump, settle
+from warren.errors import DiskFullError
 from warren.kernel.entry import Entry
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.properties import encode_head
@@ -381,6 +384,130 @@ def test_a_queue_in_which_nothing_works_is_restarted_by_any_call(broker, name):
     channel = connection.channel()
     assert bodies(channel, "q") == [b"m", b"m2", b"m3"]
     assert bodies(channel, "other") == [b"m"]
+
+
+# ---- a queue that fails inside of another one's operation ----
+
+
+@contextlib.contextmanager
+def commit_under_way(broker) -> Iterator[None]:
+    """A commit that has begun, and is done only after this block, as on a slow disk."""
+    vhost = broker.broker.vhosts["/"]
+    begun, go_on = threading.Event(), threading.Event()
+    run = vhost.store.committer._run
+
+    def run_slowly(batch) -> None:
+        begun.set()
+        go_on.wait(SECONDS)
+        run(batch)
+
+    vhost.store.committer._run = run_slowly
+    connect(broker).channel().basic_publish("", "other", b"m", PERSISTENT)
+    assert begun.wait(SECONDS)
+    vhost.store.committer._run = run
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def reject_first(channel) -> None:
+    channel.basic_reject(1, requeue=False)
+
+
+def requeue_first(channel) -> None:
+    channel.basic_nack(1)
+
+
+def publish_another(channel) -> None:
+    channel.basic_publish("", "q", b"1", PERSISTENT)
+
+
+def publish_one_that_expires(channel) -> None:
+    channel.basic_publish("", "q", b"1", pika.BasicProperties(delivery_mode=2, expiration="0"))
+
+
+@pytest.mark.parametrize(
+    ("do", "arguments", "dead"),
+    [
+        (reject_first, {}, [b"0"]),
+        (requeue_first, {"x-queue-type": "quorum", "x-delivery-limit": 0}, [b"0"]),
+        (publish_another, {"x-max-length": 0}, [b"1"]),
+        (publish_one_that_expires, {}, [b"1"]),
+    ],
+    ids=["reject", "delivery limit", "overflow", "expiry"],
+)
+def test_a_dead_letter_waits_for_a_queue_that_fails_when_it_comes_and_the_vhost_goes_on(broker, do, arguments, dead):
+    """The queue that it leaves holds the engine's lock, and the commit under way needs it."""
+    vhost = broker.broker.vhosts["/"]
+    channel = connect(broker).channel()
+    channel.queue_declare("other", durable=True)
+    channel.queue_declare("dead", durable=True, arguments={"x-max-length": 10, "x-overflow": "reject-publish"})
+    channel.queue_declare("q", durable=True, arguments={**LETTERS, **arguments})
+    if dead == [b"0"]:
+        channel.basic_publish("", "q", b"0", PERSISTENT)
+        channel.basic_get("q")
+    old = vhost.queues["dead"]
+    break_once(broker, "dead", "ready_bytes")
+    with commit_under_way(broker):
+        do(channel)
+        eventually(lambda: vhost._crashes.get("dead"))
+    eventually(lambda: broker.call(lambda: len(vhost.queues["dead"])))
+    assert broker.call(lambda: vhost.queues["dead"]) is not old
+    channel = connect(broker).channel()
+    assert [bodies(channel, queue) for queue in ("dead", "q", "other")] == [dead, [], [b"m"]]
+    assert broker.broker.vhosts["/"] is vhost
+
+
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["left", "deleted"])
+def test_a_queue_that_fails_on_a_full_disk_is_restarted_when_there_is_room(broker, is_deleted):
+    store = broker.broker.vhosts["/"].store
+    channel = connect(broker).channel()
+    channel.queue_declare("q", durable=True)
+    channel.confirm_delivery()
+    channel.basic_publish("", "q", b"m", PERSISTENT)
+    tries: list[str] = []
+
+    def without_room(name: str) -> None:
+        tries.append(name)
+        raise DiskFullError("no room, says the test")
+
+    store.restart_queue = without_room
+    try:
+        break_once(broker, "q", "fetch")
+        get(channel)
+        channel = connect(broker).channel()
+        cancelled: list[str] = []
+        channel.add_on_cancel_callback(lambda frame: cancelled.append(frame.method.consumer_tag))
+        channel.basic_consume("q", lambda *_: None, consumer_tag="meanwhile")
+        eventually(lambda: len(tries) > 2)
+        if is_deleted:
+            channel.queue_delete("q")
+            assert channel.queue_declare("q", durable=True).method.message_count == 0
+    finally:
+        del store.restart_queue
+    pump(channel.connection, lambda: cancelled)
+    assert bodies(channel, "q") == ([] if is_deleted else [b"m"])
+
+
+def test_a_queue_whose_restart_fails_stays_down_and_others_go_on(broker):
+    store = broker.broker.vhosts["/"].store
+    channel = connect(broker).channel()
+    channel.queue_declare("q", durable=True)
+
+    def broken(name: str) -> None:
+        raise RuntimeError("planted in the restart")
+
+    store.restart_queue = broken
+    try:
+        break_once(broker, "q", "fetch")
+        get(channel)
+    finally:
+        del store.restart_queue
+    channel = connect(broker).channel()
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker, match="failed too often"):
+        channel.queue_declare("q", durable=True)
+    connect(broker).channel().queue_declare("fine")
 
 
 # ---- what is not the queue's alone ----

@@ -172,7 +172,10 @@ class VhostStore(VhostTransactions):
 
     def restart_queue(self, name: str) -> StoredQueue:
         """Rebuild a queue, of which something in memory went wrong, from what is on disk. What was handed out is ready
-        again; transient messages that were only in memory are gone. Everything before is safe when this returns."""
+        again; transient messages that were only in memory are gone. Everything before is safe when this returns. Called
+        without the lock."""
+        if self.holds_lock():
+            raise RuntimeError("restart_queue() is called without the lock: it waits for a commit")
         with self._checkpoint_lock, self._synced(), self.disk_errors():
             old = self.get(name)
             levels = old.backing.levels if isinstance(old.backing, PriorityQueue) else [old.backing]

@@ -29,9 +29,13 @@ class VhostTransactions(VhostOpening):
             raise QueueNotFoundError(f"no queue {name!r} in vhost {self.vhost!r}")
         return queue
 
+    def holds_lock(self) -> bool:
+        """Does this thread have the engine's lock? Then it may not wait for a commit, which needs it."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]
+
     def reserve(self, queue: StoredQueue, count: int) -> None:
         """Make sure that `count` seq_ids may be taken under the lock that follows. Called without the lock."""
-        if self.lock._is_owned():  # type: ignore[attr-defined]  # the commit that is waited for needs it
+        if self.holds_lock():
             raise RuntimeError("reserve() is called without the lock: it waits for a commit")
         while True:
             with self.lock:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from warren.amqp.errors import AmqpError
-from warren.errors import QueueArgumentError, WarrenError
+from warren.errors import DiskFullError, QueueArgumentError, WarrenError
 from warren.kernel.entry import PERSISTENT, Entry, seqs_of
 from warren.kernel.journal_codec import CHECKOUT
 from warren.queueing.arguments import QueueArguments, known_arguments
@@ -47,6 +47,7 @@ log = logging.getLogger("warren.vhost")
 
 QUORUM_DELIVERY_LIMIT = 20
 _MOVE_RETRY_SECONDS = 0.002
+_RESTART_RETRY_SECONDS = 0.2  # of a queue for which the disk had no room
 _GOODBYE_SECONDS = 2.0  # that clients have to answer when the broker stops
 QUEUE_RESTARTS, QUEUE_RESTART_SECONDS = 5, 10.0
 
@@ -357,11 +358,15 @@ class Vhost:
         return self.store.delete(queue.name)
 
     def queue_crashed(self, queue: QueueProcess, error: Exception) -> None:
-        """Start it anew from what is on disk; too often, and it stays down."""
-        if self.queues.get(queue.name) is not queue:
+        """Start it anew from what is on disk; too often, and it stays down. A queue that is stopped and still among the
+        queues is about to be restarted."""
+        if self.queues.get(queue.name) is not queue or queue.deleted:
             return
-        log.error("queue %r in vhost %r failed and is restarted", queue.name, self.name, exc_info=error)
         queue.stop()
+        self._begin_anew(queue, error)
+
+    def _begin_anew(self, queue: QueueProcess, error: Exception) -> None:
+        log.error("queue %r in vhost %r failed and is restarted", queue.name, self.name, exc_info=error)
         now = time.monotonic()
         crashes = self._crashes.setdefault(queue.name, deque())
         crashes.append(now)
@@ -371,10 +376,31 @@ class Vhost:
             log.error("queue %r in vhost %r failed %s times and stays down", queue.name, self.name, len(crashes))
             del self.queues[queue.name]
             self.down.add(queue.name)
+        elif self.store.holds_lock():  # it failed inside of another queue's operation: the restart waits for a commit
+            self._loop.call_soon(self._restart, queue)
+        else:
+            self._restart(queue)
+
+    def _restart(self, queue: QueueProcess) -> None:
+        if self.stopped or self.queues.get(queue.name) is not queue:  # it was deleted meanwhile
             return
-        stored = self.store.restart_queue(queue.name)
-        restarted = self._add(stored, queue.exclusive_to, queue.auto_delete)
-        restarted.declared_durable = queue.declared_durable
+        try:
+            stored = self.store.restart_queue(queue.name)
+            queue.stop()  # who came since it failed is told, too
+            restarted = self._add(stored, queue.exclusive_to, queue.auto_delete)
+        except DiskFullError as error:
+            log.warning("queue %r in vhost %r is restarted when there is room: %s", queue.name, self.name, error)
+            self.later(_RESTART_RETRY_SECONDS, partial(self._restart, queue))
+        except WarrenError:
+            self.wake()  # a store that failed is found by the next commit, and the vhost restarted
+        except Exception as error:
+            self._begin_anew(queue, error)
+        else:
+            restarted.declared_durable = queue.declared_durable
+
+    def _is_restarting(self, name: str) -> bool:
+        queue = self.queues.get(name)
+        return queue is not None and queue.deleted
 
     def is_leased(self, queue: QueueProcess) -> bool:
         uid = queue.stored.uid
@@ -517,7 +543,9 @@ class Vhost:
                 for stored, entries in targets
                 if (current := known.get(stored.name)) is not None and current.uid == stored.uid
             ]
-            if self.store.has_seq_ids(arriving):
+            # No transaction with a queue whose memory is wrong: what fails in the middle of one takes the vhost with it.
+            touched = [stored.name for stored, _ in (*arriving, *move.acks)]
+            if self.store.has_seq_ids(arriving) and not any(map(self._is_restarting, touched)):
                 self.store.transact_later(arriving, move.acks, committed, move.state)
             else:
                 self._loop.call_later(_MOVE_RETRY_SECONDS, self._do, move)
