@@ -740,3 +740,33 @@ def test_a_backup_has_the_stages_that_were_decided(running, channel, root, tmp_p
     stage(root, [("", "orders", b"1")])
     target = running.broker.vhosts["/"].store.snapshot(str(tmp_path / "copy"))
     assert len(os.listdir(os.path.join(target, "stages", "guest%3Aw"))) == 1
+
+
+@pytest.mark.parametrize("request_name", ["leases/describe", "snapshots/take"])
+def test_a_directory_of_the_same_name_elsewhere_is_not_taken_for_the_brokers(tmp_path, monkeypatch, request_name):
+    from warren.pipeline.broker_client import sees_files
+
+    for place in ("broker", "spark"):
+        (tmp_path / place).mkdir()
+    monkeypatch.chdir(tmp_path / "broker")
+    with running_broker("data", http=True) as broker:
+        ask = Client(broker.http_url)
+        with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
+            channel = connection.channel()
+            channel.confirm_delivery()
+            channel.queue_declare("orders", durable=True)
+            publish(channel, 3)
+        if request_name == "leases/describe":
+            epoch = ask("leases/open", vhost="/", lease="etl", owner="q1", queues=["orders"])["epoch"]
+            ask("leases/next", vhost="/", lease="etl", epoch=epoch, start=0)
+            said = ask(request_name, vhost="/", lease="etl", epoch=epoch, first=1, last=1)
+            root = said["root"]
+        else:
+            said = ask(request_name, vhost="/", queues=["orders"])
+            root = os.path.join(said["path"], "vhosts", os.listdir(os.path.join(said["path"], "vhosts"))[0])
+        shutil.copytree(tmp_path / "broker" / "data" / "vhosts", tmp_path / "spark" / "data" / "vhosts")
+        monkeypatch.chdir(tmp_path / "spark")
+        assert os.path.isabs(root)
+        assert sees_files(root, said["host"])
+        assert not sees_files(root.replace("/broker/", "/spark/"), said["host"])
+        assert not sees_files(os.path.relpath(root, tmp_path / "broker"), said["host"])

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pika
@@ -29,7 +28,9 @@ from warren.pipeline.rows import read_part
 from warren.pipeline.schema import arrow_schema, spark_ddl
 from warren.pipeline.store_view import open_view
 from warren.pipeline.tables import WarrenTableReader, table_ddl, table_schema
+from warren.storage.layout import hashed
 from warren.testing import RunningBroker, running_broker
+from warren.tickets import place_name
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:pyspark")
 
@@ -194,8 +195,8 @@ def test_a_live_directory_with_credentials_is_read_through_its_broker(tmp_path, 
                 return {}
             calls.append((self.url, {"name": name, **arguments}))
             store.engine.snapshot(str(tmp_path / "snap"), transients=True)
-            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.uname().nodename
             path = str(tmp_path / "snap")
+            host = place_name(os.path.join(path, "vhosts", hashed("/")))
             return {"id": "1", "path": path, "host": host, "ticket": "t1", "data_url": "http://127.0.0.1:9"}
 
     monkeypatch.setattr(batch_source, "BrokerClient", Client)
@@ -215,7 +216,14 @@ def test_a_live_directory_with_credentials_is_read_through_its_broker(tmp_path, 
         secret = {"user": "guest", "password": "hush-hush"}
         reader = WarrenBatchReader({**options, **secret}, arrow_schema(["body", "state"]))
         partitions = reader.partitions()
-        asked = {"name": "snapshots/take", "vhost": "/", "queues": ["orders"], "pattern": None, "ttl": 60}
+        asked = {
+            "name": "snapshots/take",
+            "vhost": "/",
+            "queues": ["orders"],
+            "pattern": None,
+            "ttl": 60,
+            "group": None,
+        }
         assert calls == [("http://127.0.0.1:15672", asked)]
         assert b"hush-hush" not in pickle.dumps((reader, partitions))
         rows = [row for share in partitions for batch in reader.read(share) for row in batch.to_pylist()]

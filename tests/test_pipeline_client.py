@@ -17,6 +17,7 @@ import pytest
 from tests.fake_pipeline_broker import FakeBroker, Refused, fake_broker
 from warren.pipeline.broker_client import BrokerClient, Credentials, sees_files
 from warren.pipeline.errors import BrokerDownError, BrokerError, CredentialsError, PipelineError
+from warren.tickets import place_name
 
 GUEST = Credentials(user="guest", password="a-secret")
 
@@ -224,11 +225,14 @@ def test_a_stream_that_breaks_off_is_an_error_and_not_a_short_result() -> None:
 
 
 def test_files_are_visible_only_on_the_machine_of_the_broker(tmp_path: Path) -> None:
-    here = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + socket.gethostname()
-    assert not sees_files(str(tmp_path), here)
-    (tmp_path / ".vhost").write_text("/")
-    assert sees_files(str(tmp_path), here)
-    assert not sees_files(str(tmp_path), "another machine")
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".vhost").write_text("/")
+    here = place_name(str(tmp_path / "one"))
+    assert sees_files(str(tmp_path / "one"), here)
+    assert not sees_files(str(tmp_path / "other"), here)
+    assert not sees_files(str(tmp_path / "none"), here)
+    assert not sees_files(str(tmp_path / "one"), "another machine")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for certificates: apt-get install openssl")

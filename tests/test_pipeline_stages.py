@@ -222,18 +222,22 @@ def test_a_decision_without_an_answer_is_not_called_a_failure_and_not_hidden_by_
 # ---- messages of a lease that come back ----
 
 
-def check_out(ask: Client, queue: str) -> int:
-    """All that is ready; the epoch."""
+def open_lease(ask: Client, queue: str) -> int:
+    """The epoch."""
     epoch: int = ask("leases/open", vhost="/", lease="etl", owner="q", queues=[queue])["epoch"]
-    assert ask("leases/next", vhost="/", lease="etl", epoch=epoch, start=0)["rows"]
     return epoch
+
+
+def check_out(ask: Client, epoch: int) -> None:
+    """All that is ready."""
+    assert ask("leases/next", vhost="/", lease="etl", epoch=epoch, start=0)["rows"]
 
 
 def test_what_a_lease_gives_back_counts_for_the_length_of_the_queue(channel, ask):
     limits = {"x-max-length": 5, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "orders"}
     channel.queue_declare("short", durable=True, arguments=limits)
     publish(channel, 5, "short")
-    check_out(ask, "short")
+    check_out(ask, open_lease(ask, "short"))
     publish(channel, 5, "short", first=5)
     assert ask("leases/requeue", vhost="/", lease="etl")["requeued"] == 5
     eventually(lambda: ready(channel, "orders") == 5)
@@ -246,20 +250,22 @@ def test_what_a_lease_gives_back_counts_for_the_length_of_the_queue(channel, ask
 @pytest.mark.parametrize("restart", [True, False])
 def test_what_a_lease_gives_back_expires_also_after_a_restart(tmp_path: Path, restart: bool):
     def declare(channel: Any) -> None:
-        limits = {"x-message-ttl": 300, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "orders"}
+        limits = {"x-message-ttl": 3000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "orders"}
         channel.queue_declare("short-lived", durable=True, arguments=limits)
 
     with contextlib.ExitStack() as first:
         broker = first.enter_context(running_broker(str(tmp_path), http=True))
         channel = first.enter_context(channel_of(broker))
         declare(channel)
+        ask = Client(broker.http_url)
+        epoch = open_lease(ask, "short-lived")  # first: it takes a while, and what is published lives for 3 seconds
         publish(channel, 3, "short-lived")
-        check_out(Client(broker.http_url), "short-lived")
+        check_out(ask, epoch)
         if restart:
             first.pop_all().close()
             broker = first.enter_context(running_broker(str(tmp_path), http=True))
             channel = first.enter_context(channel_of(broker))
-        time.sleep(0.35)  # what is checked out does not expire, however long
+        time.sleep(3.05)  # what is checked out does not expire, however long
         assert broker.queue_info("short-lived")["messages_unacknowledged"] == 3
         assert Client(broker.http_url)("leases/requeue", vhost="/", lease="etl")["requeued"] == 3
         eventually(lambda: ready(channel, "orders") == 3)

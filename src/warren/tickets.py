@@ -102,14 +102,13 @@ class Tickets:
         return hmac.new(self._key, body.encode(), hashlib.sha256).digest()
 
 
-def host_name() -> str:
-    """Equal on both sides means: one machine, one start of it; then a path may well be the same file."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()}/{boot}"
+def place_name(root: str) -> str:
+    """Of a vhost's directory, or of a snapshot's. Equal on both sides means: the same directory of the same machine, and not
+    one that has the same path elsewhere. Raises OSError where there is none."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    known = os.stat(os.path.join(root, ".vhost"))
+    return f"{socket.gethostname()}/{boot}/{known.st_dev}:{known.st_ino}"
 
 
 def _encode(data: bytes) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import json
 import logging
 import os
@@ -25,7 +26,8 @@ from starlette.routing import Route
 
 from warren.node.broker import Broker
 from warren.node.data_server import DataServer
-from warren.tickets import TicketError, Tickets, host_name
+from warren.storage.layout import hashed
+from warren.tickets import TicketError, Tickets, place_name
 from warren.vhost.refused import Refused, bad_request
 
 log = logging.getLogger("warren.node")
@@ -212,7 +214,14 @@ class PipelineApi:
             why = self._data_server.why if self._data_server is not None else ""
             raise Refused(503, "unavailable", f"the broker's data server cannot be started: {why}")
         ticket = self._tickets.issue(kind, seconds=seconds, **says)
-        return {**result, "vhost": vhost, "host": host_name(), "ticket": ticket, "data_url": url}
+        answer = {**result, "vhost": vhost, "host": "", "ticket": ticket, "data_url": url}
+        root = result.get("root") or (
+            os.path.join(result["path"], "vhosts", hashed(vhost)) if "path" in result else None
+        )
+        if root is not None:
+            with contextlib.suppress(OSError):  # then nobody sees its files
+                answer["host"] = place_name(root)
+        return answer
 
     def _server(self) -> DataServer:
         if self._data_server is None:

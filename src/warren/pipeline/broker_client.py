@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from warren.pipeline.errors import BrokerDownError, BrokerError, CredentialsError, PipelineError
+from warren.tickets import place_name
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -435,11 +436,10 @@ def plan_checkout(
 
 
 def sees_files(root: str, host: str) -> bool:
-    """Whether this process can read the files of a vhost, given its directory and `host` of the broker's answer: the id of
-    the machine's boot and its name. Two containers of one machine have the first in common and not the second."""
+    """Whether this process can read the files of a vhost, given its directory and `host` of the broker's answer: the name of
+    the machine, the id of its boot, and which file `.vhost` is. Two containers of one machine, or two directories that are
+    called the same, are not taken for one another."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return place_name(root) == host and os.access(os.path.join(root, ".vhost"), os.R_OK)
     except OSError:
         return False
-    here = boot in host and socket.gethostname() in host
-    return here and os.access(os.path.join(root, ".vhost"), os.R_OK)

@@ -443,7 +443,7 @@ class Queue:
     ) -> Iterator[list[Message]]:
         """As `browse`, in the pieces that are read at once."""
         for name, value in (("start_seq", start_seq), ("limit", 0 if limit is None else limit)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
                 raise InvalidArgumentError(f"{name} is {value!r}; it is a number of 0 or more")
         return self._batches(start_seq, limit, unacked)
 

@@ -86,7 +86,8 @@ class Vhost:
         self._aliases = {"quorum": "classic"} if queue_type_aliases is None else dict(queue_type_aliases)
         self._loop = loop or asyncio.get_running_loop()
         with collector_paused():
-            self.store = VhostStore(data_directory, name, durability=durability, settings=settings)
+            # Absolute: executors of Spark are told where it is, and have a working directory of their own.
+            self.store = VhostStore(os.path.abspath(data_directory), name, durability=durability, settings=settings)
         self.commits = Commits(self.store, self._loop, self._on_failed, self._on_full)
         self.router = Router(name)
         self.arrivals = Arrivals(self)
