@@ -23,6 +23,7 @@ from warren.node.config import Config
 from warren.node.control import ControlServer
 from warren.node.handshake import Gone, Handshake
 from warren.node.inline_vhosts import InlineVhosts
+from warren.node.logins import Logins
 from warren.node.operations import Operations
 from warren.node.process_vhosts import ProcessVhosts
 from warren.node.running_vhosts import RunningVhosts, VhostDownError
@@ -61,6 +62,7 @@ class Broker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._admission = Admission(config.max_handshakes, config.max_handshakes_per_address)
         self._users: Users | None = None
+        self._logins: Logins | None = None
 
     @property
     def ready(self) -> bool:
@@ -75,6 +77,11 @@ class Broker:
     def users(self) -> Users:
         assert self._users is not None, "the broker is not started"
         return self._users
+
+    @property
+    def logins(self) -> Logins:
+        assert self._logins is not None, "the broker is not started"
+        return self._logins
 
     @property
     def running(self) -> RunningVhosts:
@@ -104,6 +111,7 @@ class Broker:
             default_pass=config.default_pass.get_secret_value(),
             default_vhost=config.default_vhost,
         )
+        self._logins = Logins(self._users, self._admission)
         try:
             await asyncio.to_thread(finish_deletions, self._users, str(config.data_dir))
             self._running = self._vhosts_of(self._users)
@@ -161,6 +169,9 @@ class Broker:
         if self._relays is not None:  # after the vhosts: their goodbyes go through them
             await self._relays.stop()
             self._relays = None
+        if self._logins is not None:
+            await self._logins.stop()
+            self._logins = None
         if self._users is not None:
             self._users.close()
             self._users = None
@@ -232,8 +243,8 @@ class Broker:
 
     # -- the gate of handshakes ----------------------------------------------------------------------------------------
 
-    def authenticate(self, user: str, password: str) -> bool:
-        return self.users.authenticate(user, password) is not None
+    async def authenticate(self, user: str, password: str, address: str) -> bool:
+        return await self.logins.of_client(user, password, address)
 
     def stamp_of(self, user: str) -> str | None:
         """See `Users.stamp`."""

@@ -62,7 +62,7 @@ class Opened:
 class Gate(Protocol):
     """What a handshake asks the node."""
 
-    def authenticate(self, user: str, password: str) -> bool: ...
+    async def authenticate(self, user: str, password: str, address: str) -> bool: ...
     def may_connect_from(self, user: str, address: str) -> bool: ...
     def refusal(self, user: str, vhost: str) -> str | None:
         """Why this user may not use this vhost now; None: it may."""
@@ -188,8 +188,8 @@ class Handshake:
             raise AmqpError(504, f"unknown authentication mechanism '{mechanism}'; there are {MECHANISMS}", 10, 11)
         self._check_address(name, mechanism)
         self._working(True)
-        try:  # in a thread: a hash is slow by design
-            is_known = await asyncio.to_thread(self._gate.authenticate, name, password)
+        try:
+            is_known = await self._gate.authenticate(name, password, self._address)
         finally:
             self._working(False)
         if not is_known:

@@ -155,7 +155,7 @@ class PipelineApi:
                 raise bad_request("the Authorization header is not Basic credentials") from None
             # Before the password is looked at: should it change meanwhile, what stems from the old one is worth nothing.
             stamp = self._broker.stamp_of(user)
-            if not await asyncio.to_thread(self._broker.authenticate, user, password):
+            if not await self._broker.logins.of_request(user, password, address):
                 stamp = None
         else:
             raise Refused(401, "unauthorized", "say who you are: options user and password, or token")

@@ -13,7 +13,7 @@ Rules:
 5. A name that nobody has costs as much as a wrong password, so that time does not tell who exists.
 6. A first start makes the default vhost, and the default user with all permissions on it, in one commit. Later starts do not:
    a `guest` that was deleted stays deleted.
-7. Any thread may call. `authenticate` may take its 20 ms: call it from a thread that may wait.
+7. Any thread may call. `authenticate` may take its 20 ms: call it from a thread that may wait. `remembers` does not.
 """
 
 from __future__ import annotations
@@ -270,20 +270,29 @@ class Users:
 
     def authenticate(self, name: str, password: str | bytes) -> User | None:
         """The user, if the password is right; None, after as long a time, if it is not or there is no such user."""
-        given = password.encode("utf-8", "surrogatepass") if isinstance(password, str) else bytes(password)
-        digest = hashlib.blake2b(given, key=self._secret, digest_size=32).digest()
         account = self._accounts.get(name)
-        known_hash, known_digest = self._verified.get(name, ("", b""))
-        if account and known_hash == account.password_hash and hmac.compare_digest(known_digest, digest):
+        if account is not None and self._is_verified(account, self._digest(password)):
             return account.user
-        right = _fits(account.password_hash if account else self._nobodys_hash, given)
+        right = _fits(account.password_hash if account else self._nobodys_hash, _as_bytes(password))
         if account is None or not right:
             return None
         with self._lock:
             # Deleted or changed while the hash was computed: the next login decides anew.
             if self._accounts.get(name) is account:
-                self._verified[name] = (account.password_hash, digest)
+                self._verified[name] = (account.password_hash, self._digest(password))
         return account.user
+
+    def remembers(self, name: str, password: str | bytes) -> bool:
+        """Was this password of this user right before, and is it still his? At once; False says nothing."""
+        account = self._accounts.get(name)
+        return account is not None and self._is_verified(account, self._digest(password))
+
+    def _digest(self, password: str | bytes) -> bytes:
+        return hashlib.blake2b(_as_bytes(password), key=self._secret, digest_size=32).digest()
+
+    def _is_verified(self, account: _Account, digest: bytes) -> bool:
+        known_hash, known_digest = self._verified.get(account.user.name, ("", b""))
+        return known_hash == account.password_hash and hmac.compare_digest(known_digest, digest)
 
     # ---- permissions ----
 
@@ -613,6 +622,10 @@ def _hash(name: str, password: str) -> str:
     if not isinstance(password, str) or not password:
         raise InvalidAccessError(f"the password of user {name!r} is empty; nobody could log in with it, so choose one")
     return _HASHER.hash(password.encode("utf-8", "surrogatepass"))
+
+
+def _as_bytes(password: str | bytes) -> bytes:
+    return password.encode("utf-8", "surrogatepass") if isinstance(password, str) else bytes(password)
 
 
 def _fits(password_hash: str, password: bytes) -> bool:
