@@ -59,6 +59,7 @@ from pydantic_settings import (
 )
 
 from warren.errors import WarrenError
+from warren.storage.settings import PRODUCERS_PER_QUEUE
 
 PREFIX = "WARREN_"
 FILE_VARIABLE = "WARREN_CONFIG"
@@ -253,6 +254,12 @@ class Config(BaseSettings):
     )
     consumer_timeout: Seconds = Field(
         default=0, description="seconds that a consumer may keep a message unacked; 0: for ever"
+    )
+    producers_per_queue: Count = Field(
+        default=PRODUCERS_PER_QUEUE,
+        ge=1,
+        le=10**6,
+        description="producers (x-producer-name) whose last number a queue remembers; the one silent for longest goes first",
     )
     memory_high_watermark: Annotated[float, BeforeValidator(_number)] = Field(
         default=0.4,

@@ -14,6 +14,7 @@ from warren.errors import WarrenError
 from warren.node.config import Config
 from warren.node.handshake import Opened
 from warren.node.running_vhosts import VhostDownError
+from warren.storage.settings import EngineSettings
 from warren.vhost.client_limit import ClientLimit
 from warren.vhost.permissions import GrantSource, Permissions
 from warren.vhost.supervisor import DOWN, RESTARTING, RUNNING, STARTING
@@ -64,6 +65,7 @@ class InlineVhosts:
             str(config.data_dir),
             name,
             durability=config.durability,
+            settings=EngineSettings(producers_per_queue=config.producers_per_queue),
             max_message_size=config.max_message_size,
             consumer_timeout=config.consumer_timeout,
             queue_type_aliases=config.queue_type_aliases,

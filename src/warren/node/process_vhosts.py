@@ -52,6 +52,7 @@ class ProcessVhosts:
                 "durability": config.durability,
                 "max_message_size": config.max_message_size,
                 "consumer_timeout": config.consumer_timeout,
+                "producers_per_queue": config.producers_per_queue,
                 "queue_type_aliases": dict(config.queue_type_aliases),
                 "queue_decorators": list(config.queue_decorators),
                 "connection_max": config.connection_max,

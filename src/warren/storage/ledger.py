@@ -59,9 +59,14 @@ class Ledger:
             self._files[kind, key] = file
 
     def note(self, kind: int, key: str, value: Any, file: int) -> None:
-        """A value that another record carries, such as the publishing id of a publish."""
+        """A value that another record carries, such as the publishing id of a publish. It is the table's last then."""
+        self._tables[kind].pop(key, None)
         self._tables[kind][key] = value
         self._files[kind, key] = file
+
+    def forget(self, kind: int, key: str) -> None:
+        """Remove a value without a record; for those that do no harm when a replay brings them back."""
+        self._set(kind, key, None)
 
     def carry(self, upto: int) -> None:
         """Repeat what is alive and whose newest record is in files up to `upto`."""

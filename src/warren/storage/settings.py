@@ -9,6 +9,7 @@ from warren.errors import InvalidArgumentError
 
 KIB = 1024
 MIB = 1024 * KIB
+PRODUCERS_PER_QUEUE = 10_000
 _MOST = (1 << 31) - 1  # of bytes in one file or message: places in files have 32 bits
 
 
@@ -38,6 +39,9 @@ class EngineSettings:
     ram_bytes: int = 256 * MIB  # cap of message bytes in RAM of a vhost; above half of it, queues page by rate
     reserve_ahead: int = 4096  # seq_ids reserved before they are needed
     reserve_bytes: int = 4 * MIB  # disk kept back so that acks have room when it is full
+    producers_per_queue: int = (
+        PRODUCERS_PER_QUEUE  # whose last numbers a queue remembers; the silent ones are forgotten
+    )
     store_index: str = "table"  # or "lmdb"
 
     # The least and the most, where they are not "0 or more".
@@ -54,6 +58,7 @@ class EngineSettings:
         "io_batch": (1, _MOST),
         "load_entries": (1, _MOST),
         "reserve_ahead": (1, _MOST),
+        "producers_per_queue": (1, _MOST),
     }
 
     def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ from warren.storage.lock import DirectoryLock
 from warren.storage.message_store import MessageStore
 from warren.storage.metadata import Metadata, QueueRecord
 from warren.storage.priority_queue import PriorityQueue
+from warren.storage.producers import Producers
 from warren.storage.quarantine import Quarantine
 from warren.storage.queue_database import QueueDatabase
 from warren.storage.queue_index import QueueIndex
@@ -234,6 +235,7 @@ class VhostOpening:
             self.disk.sync_all(self.root)
         self.committer = Committer(self.lock, self.disk, self.root, self.journal, self.store, settings.reserve_bytes)
         self.ledger.attach(self.journal)
+        self.producers = Producers(self.ledger, settings.producers_per_queue, {record.uid for record in records})
         self._lost_and_found()
         self._begin()
 

@@ -23,7 +23,7 @@ from warren.errors import (
     StoreFailedError,
 )
 from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, body_total
-from warren.kernel.journal_codec import DEDUP, MOST_TARGETS
+from warren.kernel.journal_codec import MOST_TARGETS
 from warren.kernel.overlay import LIVE
 from warren.storage import compaction
 from warren.storage.checkpoint import Checkpoint
@@ -147,6 +147,7 @@ class VhostStore(VhostTransactions):
                 if has_files or any(len(index.overlay) for index in queue.indexes):
                     self.metadata.end_group()  # before its files and stored bodies go
             del self.queues[name]
+            self.producers.forget(queue.uid)
             try:
                 count = len(queue.backing)
                 queue.backing.delete_and_terminate()
@@ -292,8 +293,7 @@ class VhostStore(VhostTransactions):
                 self._append_fanout(queues, entries, producer, publishing_id)
                 if producer is not None:
                     for queue in queues:
-                        key = f"{queue.uid}:{producer}"
-                        self.ledger.note(DEDUP, key, publishing_id, self.journal.buffer.file)
+                        self.producers.published(queue.uid, producer, publishing_id, self.journal.buffer.file)
             failures = []
             for queue, entry in zip(queues, entries, strict=True):
                 try:
@@ -330,9 +330,8 @@ class VhostStore(VhostTransactions):
             buffer.end_group()
 
     def last_publishing_id(self, queue: StoredQueue, producer: str) -> int | None:
-        """The highest publishing id that a producer has published to a queue."""
-        value = self.ledger.table(DEDUP).get(f"{queue.uid}:{producer}")
-        return None if value is None else int(value)
+        """The highest publishing id that a producer has published to a queue; None also where it was forgotten."""
+        return self.producers.last(queue.uid, producer)
 
     # -- safety and upkeep -------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import uvloop
 
 from warren.amqp.connection import Connection, turn_away
 from warren.errors import StoreLockedError, WarrenError
+from warren.storage.settings import EngineSettings
 from warren.vhost.client_limit import ClientLimit
 from warren.vhost.control import ControlSocket, Message
 from warren.vhost.grants import Grants
@@ -79,6 +80,7 @@ class _Process:
                     self._arguments["data_dir"],
                     name,
                     durability=self._arguments["durability"],
+                    settings=EngineSettings(producers_per_queue=self._arguments["producers_per_queue"]),
                     max_message_size=self._arguments["max_message_size"],
                     consumer_timeout=self._arguments["consumer_timeout"],
                     queue_type_aliases=self._arguments["queue_type_aliases"],
