@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 
 import pika
@@ -9,6 +10,8 @@ import pytest
 
 from tests.broker_clients import eventually
 from warren.errors import DiskFullError
+from warren.storage.disk import Disk
+from warren.storage.journal import JournalCommit
 from warren.testing import running_broker
 
 QUEUES = ("a", "b", "c")
@@ -49,10 +52,9 @@ def fill_disk(broker, calls: int) -> None:
 
 def free_disk(broker) -> None:
     def free() -> None:
-        vhost = broker.broker.vhosts["/"]
-        del vhost.store.committer.check_publish
-        vhost.set_alarm("disk", True)
-        vhost.set_alarm("disk", False)
+        committer = broker.broker.vhosts["/"].store.committer
+        del committer.check_publish
+        committer.take_reserve()  # as the store's upkeep does, once a second
 
     broker.call(free)
 
@@ -120,3 +122,68 @@ def iter_get(channel, queue: str) -> list[tuple[object, object, bytes]]:
     while (got := channel.basic_get(queue, auto_ack=True))[0] is not None:
         found.append(got)
     return found
+
+
+@pytest.mark.parametrize("reserve_helps", [True, False], ids=["the reserve helps", "the reserve is used up, too"])
+@pytest.mark.parametrize("node_is_short", [False, True], ids=["", "the node is short of disk, too"])
+def test_publishers_wait_while_commits_have_no_room_and_go_on_by_themselves(
+    broker, channel, monkeypatch, reserve_helps, node_is_short
+):
+    vhost = broker.broker.vhosts["/"]
+    has_room = threading.Event()
+    run, free_bytes = JournalCommit.run, Disk.free_bytes
+    refused: list[JournalCommit] = []
+
+    def run_if_there_is_room(commit: JournalCommit) -> None:
+        if not has_room.is_set() and not (refused and reserve_helps):
+            refused.append(commit)
+            raise OSError(errno.ENOSPC, "no room, says the test")
+        run(commit)
+
+    told: list[str] = []
+    channel.connection.add_on_connection_blocked_callback(lambda _, frame: told.append(frame.method.reason))
+    channel.connection.add_on_connection_unblocked_callback(lambda _, frame: told.append("unblocked"))
+    channel.queue_declare("a", durable=True)
+    channel.confirm_delivery()
+    channel.basic_publish("", "a", b"0", pika.BasicProperties(delivery_mode=2))
+    monkeypatch.setattr(Disk, "free_bytes", lambda disk, path: free_bytes(disk, path) if has_room.is_set() else 0)
+    monkeypatch.setattr(JournalCommit, "run", run_if_there_is_room)
+    done = threading.Event()
+
+    def publish() -> None:
+        for body in (b"1", b"2"):
+            channel.basic_publish("", "a", body, pika.BasicProperties(delivery_mode=2))
+        done.set()
+
+    publisher = threading.Thread(target=publish)
+    publisher.start()
+    eventually(lambda: broker.call(lambda: set(vhost.alarms)) == {"disk reserve"})
+    if reserve_helps:  # the first is confirmed, the second waits
+        eventually(lambda: stopped(broker))
+    assert not done.is_set()
+    if node_is_short:
+        broker.call(lambda: vhost.set_alarm("disk", True))
+    has_room.set()
+    if node_is_short:
+        eventually(lambda: broker.call(lambda: set(vhost.alarms)) == {"disk"})
+        eventually(lambda: stopped(broker))
+        assert not done.is_set()
+        broker.call(lambda: vhost.set_alarm("disk", False))
+    publisher.join(20)
+    assert done.is_set()
+    assert not broker.call(lambda: vhost.alarms)
+    channel.connection.process_data_events(0)
+    if reserve_helps:
+        assert told == ["low on disk reserve", "unblocked"]
+    assert [body for _, _, body in iter_get(channel, "a")] == [b"0", b"1", b"2"]
+
+
+def test_a_vhost_that_is_opened_on_a_full_disk_says_so(tmp_path, monkeypatch):
+    free_bytes = Disk.free_bytes
+    with monkeypatch.context() as full:
+        full.setattr(Disk, "free_bytes", lambda disk, path: 0)
+        with running_broker(str(tmp_path)) as running:
+            vhost = running.broker.vhosts["/"]
+            assert running.call(lambda: vhost.alarms) == {"disk reserve"}
+            full.setattr(Disk, "free_bytes", free_bytes)
+            eventually(lambda: running.call(lambda: not vhost.alarms))

@@ -191,6 +191,8 @@ class Connection(asyncio.Protocol):
                     self._hold(events[position:], wait)
                     return
             except DiskFullError:
+                # Whatever had no room: the alarm that follows, and its end, let this go on.
+                self.vhost.store.committer.give_up_reserve()
                 self._hold(events[position:], Wait.RESOURCES)
                 self._tell_blocked()
                 return

@@ -26,7 +26,9 @@ whoever began it, so none can end another's: an alarm that is cleared does not m
 A queue that goes away, or fails, takes no credit with it: there is none in its name. So nobody waits for a queue that is
 gone, which is what RabbitMQ's channels monitor queues for.
 
-Alarms stop who publishes, at its next publish, and nobody else; then it is told (connection.blocked).
+Alarms stop who publishes, at its next publish, and nobody else; then it is told (connection.blocked). The node sets them for
+memory and disk, the store for its reserve of disk (storage/committer.py): each ends its own, and publishers go on with the
+last.
 """
 
 from __future__ import annotations

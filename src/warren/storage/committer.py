@@ -19,7 +19,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from warren.errors import DiskFullError, StoreClosedError, StoreFailedError, WarrenError
 from warren.kernel.gates import Gate, open_gates
@@ -87,6 +87,7 @@ class Committer:
         self._sync_store = False  # the next commit syncs the message store even if commits do not
         self.failed: WarrenError | None = None
         self.full = False
+        self.full_changed: Callable[[bool], None] = lambda is_full: None  # told with the lock, by any thread, in order
         self.commits = 0
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class Committer:
     def trouble(self, error: OSError) -> WarrenError:
         """What to raise for an error of the disk outside of a commit."""
         if error.errno in FULL:
-            self._give_up_reserve()
+            self.give_up_reserve()
             return DiskFullError(
                 f"the disk of {self._root} is full; nothing is lost. Free some room, or consume messages: what could "
                 "not be done now is done later"
@@ -235,7 +236,7 @@ class Committer:
             if error.errno not in FULL or batch.poisoned:
                 self.fail(error)
                 raise self.failed or error from error
-            self._give_up_reserve()
+            self.give_up_reserve()
             self._retry(batch)
 
     def _retry(self, batch: _Batch) -> None:
@@ -285,11 +286,12 @@ class Committer:
     def take_reserve(self) -> bool:
         """Keep some disk back for acks; whether that worked. Publishing is allowed while it is there."""
         if not self._reserve_bytes:
+            self._set_full(False)
             return True
         try:
             if not self._reserve_is_there():
                 if self._disk.free_bytes(self._root) < 2 * self._reserve_bytes:
-                    self.full = True
+                    self._set_full(True)
                     return False
                 with contextlib.suppress(FileNotFoundError):
                     self._disk.unlink(self._reserve_path)
@@ -298,20 +300,25 @@ class Committer:
                     file.reserve(self._reserve_bytes)
                 finally:
                     file.close()
-            self.full = False
+            self._set_full(False)
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            self.full = True
-            with contextlib.suppress(OSError):
-                self._disk.unlink(self._reserve_path)
+            self.give_up_reserve()
         return not self.full
 
     def _reserve_is_there(self) -> bool:
         """Whole: a crash may have left a part of it."""
         return self._disk.exists(self._reserve_path) and self._disk.size(self._reserve_path) >= self._reserve_bytes
 
-    def _give_up_reserve(self) -> None:
-        self.full = True
+    def give_up_reserve(self) -> None:
+        """There was no room for something: acks get what was kept back, and publishing waits until it can be taken again."""
+        self._set_full(True)
         with contextlib.suppress(OSError):
             self._disk.unlink(self._reserve_path)
+
+    def _set_full(self, is_full: bool) -> None:
+        with self._lock:
+            if is_full != self.full:
+                self.full = is_full
+                self.full_changed(is_full)

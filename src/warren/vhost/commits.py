@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from warren.errors import DiskFullError, WarrenError
@@ -43,15 +44,19 @@ class Commits:
         failed: Callable[[WarrenError], None],
         full: Callable[[bool], None] = lambda is_full: None,
     ) -> None:
+        """`full` is told on the loop when the store takes no publishes for want of disk, and when it does again."""
         self._store = store
         self._loop = loop
         self._failed = failed
-        self._full = full  # told on the loop when the disk is full, and when it is not any more
         self._waiting: list[tuple[Waiter, int]] = []
         self._event = threading.Event()
         self._awake = False
         self._stopping = False
         self._thread: threading.Thread | None = None
+        with store.lock:
+            store.committer.full_changed = partial(self._tell, full)
+            if store.committer.full:  # it was so when it was opened
+                self._tell(full, True)
         if store.durability != "memory":
             self._thread = threading.Thread(target=self._run, name=f"commits {store.vhost}", daemon=True)
             self._thread.start()
@@ -104,7 +109,6 @@ class Commits:
                 return
 
     def _commit(self) -> None:
-        told = False
         while True:
             try:
                 self._store.committer.sync()
@@ -112,12 +116,7 @@ class Commits:
             except DiskFullError:
                 if self._stopping:
                     raise
-                if not told:
-                    told = True
-                    self._tell(self._full, True)
                 self._event.wait(_FULL_RETRY_SECONDS)
-        if told:
-            self._tell(self._full, False)
         if self._store.checkpoint_due():
             self._store.wake()
 

@@ -49,6 +49,7 @@ QUORUM_DELIVERY_LIMIT = 20
 _MOVE_RETRY_SECONDS = 0.002
 _RESTART_RETRY_SECONDS = 0.2  # of a queue for which the disk had no room
 _GOODBYE_SECONDS = 2.0  # that clients have to answer when the broker stops
+DISK_RESERVE = "disk reserve"  # an alarm: the store takes no publishes until it has its reserve of disk again
 QUEUE_RESTARTS, QUEUE_RESTART_SECONDS = 5, 10.0
 
 
@@ -88,7 +89,7 @@ class Vhost:
         with collector_paused():
             # Absolute: executors of Spark are told where it is, and have a working directory of their own.
             self.store = VhostStore(os.path.abspath(data_directory), name, durability=durability, settings=settings)
-        self.commits = Commits(self.store, self._loop, self._on_failed, self._on_full)
+        self.commits = Commits(self.store, self._loop, self._on_failed, partial(self.set_alarm, DISK_RESERVE))
         self.router = Router(name)
         self.arrivals = Arrivals(self)
         self.queues: dict[str, QueueProcess] = {}
@@ -96,7 +97,9 @@ class Vhost:
         self.connections: set[Any] = set()
         self.departing: set[Any] = set()  # told to go, and not gone yet
         self.reply_channels: dict[str, Any] = {}  # token -> channel that consumes from amq.rabbitmq.reply-to
-        self.alarms: set[str] = set()  # "memory", "disk": publishers wait while there are any
+        self.alarms: set[str] = (
+            set()
+        )  # the node's "memory" and "disk", the store's own: publishers wait while there are any
         self.failure: WarrenError | None = None
         self.goodbye = ""  # why clients are sent away; who comes now is sent away too
         self.stopped = False  # nothing acts any more
@@ -166,11 +169,9 @@ class Vhost:
         self.failure = error
         self._failed(error)
 
-    def _on_full(self, is_full: bool) -> None:
-        self.set_alarm("disk", is_full)
-
     def set_alarm(self, resource: str, is_set: bool) -> None:
-        """Publishers wait while memory or disk is short; consumers go on."""
+        """Publishers wait while memory or disk is short; consumers go on. Whoever sets an alarm has a name of its own for it:
+        the node's disk may have room enough while the store has not got its reserve back, and the reverse."""
         if is_set == (resource in self.alarms):
             return
         log.warning("vhost %r: %s alarm %s", self.name, resource, "set" if is_set else "cleared")
