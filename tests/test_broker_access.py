@@ -48,6 +48,19 @@ def test_a_wrong_password_and_an_unknown_user_are_refused_alike(broker):
             connect(broker.vhost_url("/", user, password))
 
 
+@pytest.mark.parametrize(
+    ("user", "password", "why"),
+    [("guest", "hunter2", "the password is wrong"), ("nobody", "hunter2", "there is no such user")],
+)
+def test_the_log_says_once_who_was_refused_and_why_and_not_the_password(broker, caplog, user, password, why):
+    with caplog.at_level("INFO", logger="warren"), pytest.raises(pika.exceptions.ProbableAuthenticationError):
+        connect(broker.vhost_url("/", user, password))
+    [line] = [record.getMessage() for record in caplog.records if record.name.startswith("warren")]
+    assert line.startswith(f"login of user '{user}' from 127.0.0.1:")
+    assert line.endswith(f"is refused: {why}")
+    assert password not in caplog.text
+
+
 def test_a_vhost_that_is_not_there_is_named(broker):
     with pytest.raises(pika.exceptions.ProbableAccessDeniedError, match="NOT_ALLOWED - vhost 'nope' not found"):
         connect(broker.vhost_url("nope"))

@@ -16,8 +16,9 @@ from warren.kernel.ranges import RangeSet
 from warren.pipeline.errors import DamagedMessageError, OptionError, PipelineError, VhostNotFoundError
 from warren.pipeline.parts import StreamPart, pack_pairs, unpack_pairs
 from warren.pipeline.rows import read_part
-from warren.pipeline.store_view import NODE_FILE, estimated_rows, open_view
+from warren.pipeline.store_view import estimated_rows, open_view
 from warren.storage.layout import hashed
+from warren.storage.running_node import NODE_FILE
 
 numbers = st.integers(0, 2**62)
 pairs = st.lists(numbers, max_size=6).map(lambda found: pack_pairs(n for seq in sorted(set(found)) for n in (seq, 1)))

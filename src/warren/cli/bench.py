@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from warren.amqp.bulk_client import BrokerClosedError
+from warren.amqp.bulk_client import Address, BrokerClosedError
 from warren.cli.load import STAMP_BYTES, Crew, Load, LoadFailedError, crew, prepare_queues, remove_queues
 
 _LOOK_SECONDS = 0.02
@@ -126,7 +127,14 @@ def _arguments(given: list[str]) -> dict[str, Any]:
 
 def measure(load: Load, seconds: float, warmup: float = 0, *, keep: bool = False, show: bool = False) -> Outcome:
     """Run a load to its end."""
-    ready = asyncio.run(prepare_queues(load))
+    try:
+        ready = asyncio.run(prepare_queues(load))
+    except OSError as error:
+        address = Address.parse(load.url)
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+        raise LoadFailedError(
+            f"no broker answers at {address.host}:{address.port}: {why}; start one with `warren serve`, or give another --url"
+        ) from None
     whole = load.messages or (ready if load.mode == "drain" else 0)
     if load.mode == "drain" and not whole:
         raise LoadFailedError(f"nothing to drain: the queues {load.queue}-... are empty")

@@ -24,7 +24,8 @@ from rich.table import Table
 
 from warren.cli.broker import DEFAULT_URL
 from warren.cli.view import find_roots, undisturbed, vhost_name
-from warren.errors import StoreLockedError, WarrenError
+from warren.errors import StoreLockedError, StorePathError, WarrenError
+from warren.storage.running_node import node_of_vhost
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -106,6 +107,17 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
+def _check_target(path: str) -> None:
+    """Before the work, and not after it: can the file be written?"""
+    parent = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(parent):
+        raise StorePathError(f"cannot write {path}: there is no directory {parent}; make it, or write elsewhere")
+    if os.path.isdir(path):
+        raise StorePathError(f"cannot write {path}: it is a directory; give the path of a file")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StorePathError(f"cannot write {path}: this user may not write to {parent}; write elsewhere")
+
+
 @contextlib.contextmanager
 def _written_to(path: str) -> Iterator[IO[str]]:
     """A file that is there whole or not at all; `-` is stdout."""
@@ -136,6 +148,8 @@ def _at_rest(root: str) -> Iterator[None]:
         with undisturbed(root):
             yield
     except StoreLockedError as error:
+        if node_of_vhost(root) is not None:
+            raise
         raise StoreLockedError(
             f"{error}. Stop the broker, or give the path of a snapshot; `report`, `sql` and `archive` read a running "
             "broker with --url"
@@ -512,6 +526,7 @@ def report(
         token_file=token_file,
         ca_file=ca_file,
     )
+    _check_target(to)
     spark = _session(master, "report", conf)
     from warren.pipeline.jobs.report import report_data
     from warren.pipeline.jobs.report_page import page

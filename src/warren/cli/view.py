@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 import warren
 from warren.errors import StoreLockedError, StorePathError
 from warren.storage.layout import HEADER_BYTES, INDEX_MAGIC, hashed, unpack_header
-from warren.storage.lock import DirectoryLock
+from warren.storage.lock import DirectoryLock, in_use
 from warren.storage.recovery_terms import TERMS_NAME
+from warren.storage.running_node import node_of_vhost
 from warren.storage.settings import EngineSettings
 from warren.storage.store_format import TermsError
 from warren.storage.verify import vhost_roots
@@ -70,6 +71,8 @@ def undisturbed(root: str) -> Iterator[None]:
                 _lock_shared(file.fileno(), root)
                 yield
     except StoreLockedError as error:
+        if node_of_vhost(root) is not None:
+            raise
         raise StoreLockedError(
             f"{error}. Or look at it from within: Store.info(), Queue.browse(), or the path of a Store.snapshot()"
         ) from None
@@ -80,7 +83,7 @@ def _lock_shared(fd: int, root: str) -> None:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        raise StoreLockedError(f"{root} is in use by process {owner}") from None
+        raise StoreLockedError(in_use(root, owner)) from None
 
 
 @contextlib.contextmanager

@@ -18,21 +18,23 @@ from dataclasses import asdict
 from typing import Any
 
 import warren
+from warren.errors import StorePathError
 from warren.node.admission import Admission, Entry
 from warren.node.config import Config
 from warren.node.control import ControlServer
-from warren.node.handshake import Gone, Handshake
+from warren.node.handshake import Gone, Handshake, LoginRefused
 from warren.node.inline_vhosts import InlineVhosts
 from warren.node.logins import Logins
 from warren.node.operations import Operations
 from warren.node.process_vhosts import ProcessVhosts
 from warren.node.running_vhosts import RunningVhosts, VhostDownError
 from warren.node.status import resident_bytes, total_memory_bytes, vhost_status
-from warren.node.status_page import Status
+from warren.node.status_page import ListenError, Status
 from warren.node.tls import Secured, TlsRelays
 from warren.node.users import Users
 from warren.node.vhost_directories import finish_deletions
 from warren.queueing.decorators import load_decorators
+from warren.storage.running_node import running_node
 from warren.vhost.permissions import Permissions, loopback_allowed
 from warren.vhost.refused import Refused
 from warren.vhost.supervisor import RUNNING, STOPPED
@@ -104,7 +106,7 @@ class Broker:
         """Recover the vhosts, then listen."""
         config = self.config
         load_decorators(config.queue_decorators)  # rather no node than vhosts that do not come up
-        os.makedirs(config.data_dir, exist_ok=True)
+        self._make_data_dir()
         self._users = Users(
             config.data_dir,
             default_user=config.default_user,
@@ -124,6 +126,20 @@ class Broker:
             await self.stop()
             raise
         self._started = True
+
+    def _make_data_dir(self) -> None:
+        path = self.config.data_dir
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            why = "it is a file" if os.path.isfile(path) else error.strerror or str(error)
+            raise StorePathError(
+                f"data_dir {path} cannot be the data directory: {why}; give a directory that this user may write to, or "
+                "one that can be made"
+            ) from None
+        node = running_node(str(path))
+        if node is not None and node.pid != os.getpid():
+            log.info("%s may be in use by %s; waiting, in case that one is about to stop", path, node)
 
     def _vhosts_of(self, users: Users) -> RunningVhosts:
         if self._zygote is None:
@@ -145,7 +161,14 @@ class Broker:
     def _listen_on(self, port: int, *, over_tls: bool) -> int:
         host = self.config.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            what, key = ("AMQP over TLS", "tls.port") if over_tls else ("AMQP", "amqp_port")
+            raise ListenError(
+                f"cannot listen for {what} on {host}:{port}: {os.strerror(error.errno) if error.errno else error}; "
+                f"choose another host or {key}, or stop who has it"
+            ) from None
         listener.setblocking(False)
         self._listeners.append(listener)
         self._spawn(self._accept(listener, over_tls))
@@ -224,6 +247,8 @@ class Broker:
             self._admission.leave(entry)
             opened.tls = asdict(secured) if secured is not None else None
             await self.running.hand_over(sock, opened)
+        except LoginRefused:
+            sock.close()
         except (Gone, TimeoutError, OSError) as error:
             log.info("client %s: %s", peer, error or "no handshake in time")
             sock.close()
@@ -245,6 +270,9 @@ class Broker:
 
     async def authenticate(self, user: str, password: str, address: str) -> bool:
         return await self.logins.of_client(user, password, address)
+
+    def knows(self, user: str) -> bool:
+        return self.users.user(user) is not None
 
     def stamp_of(self, user: str) -> str | None:
         """See `Users.stamp`."""

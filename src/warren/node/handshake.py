@@ -45,6 +45,10 @@ class Gone(Exception):
     """The client went away, or sent what is no AMQP."""
 
 
+class LoginRefused(Gone):
+    """It is not who it says. The log has it already, with more than the client is told."""
+
+
 @dataclass(slots=True)
 class Opened:
     """A client that may use its vhost."""
@@ -63,6 +67,7 @@ class Gate(Protocol):
     """What a handshake asks the node."""
 
     async def authenticate(self, user: str, password: str, address: str) -> bool: ...
+    def knows(self, user: str) -> bool: ...
     def may_connect_from(self, user: str, address: str) -> bool: ...
     def refusal(self, user: str, vhost: str) -> str | None:
         """Why this user may not use this vhost now; None: it may."""
@@ -103,9 +108,8 @@ class Handshake:
         try:
             return await self._run()
         except AmqpError as error:
-            log.info("handshake of %s: %s", self._peer, error.text)
             await self._refuse(error)
-            raise Gone(error.text) from None
+            raise (LoginRefused if error.code == 403 else Gone)(error.text) from None
         except (ConnectionError, OSError) as error:
             raise Gone(str(error)) from None
 
@@ -177,6 +181,7 @@ class Handshake:
     async def _authenticate(self, mechanism: str, response: bytes) -> str:
         if mechanism == "EXTERNAL":
             if self._certificate_user is None:
+                log.warning("login of %s by EXTERNAL is refused: there is no certificate of a known user", self._peer)
                 raise self._refused(mechanism)
             self._check_address(self._certificate_user, mechanism)
             return self._certificate_user
@@ -193,13 +198,15 @@ class Handshake:
         finally:
             self._working(False)
         if not is_known:
+            why = "the password is wrong" if self._gate.knows(name) else "there is no such user"
+            log.warning("login of user %.200r from %s is refused: %s", name, self._peer, why)
             raise self._refused(mechanism)
         return name
 
     def _check_address(self, name: str, mechanism: str) -> None:
         """However a user says who he is: where he comes from counts."""
         if not self._gate.may_connect_from(name, self._address):
-            log.warning("user '%s' can only connect via localhost, not from %s", name, self._address)
+            log.warning("user %.200r can only connect via localhost, not from %s", name, self._address)
             raise self._refused(mechanism)
 
     @staticmethod

@@ -27,12 +27,12 @@ from starlette.routing import Route
 from warren.node.broker import Broker
 from warren.node.data_server import DataServer
 from warren.storage.layout import hashed
+from warren.storage.running_node import NODE_FILE
 from warren.tickets import TicketError, Tickets, place_name
 from warren.vhost.refused import Refused, bad_request
 
 log = logging.getLogger("warren.node")
 
-ADDRESS_NAME = "node.json"  # in the data directory: where the running node is
 _TOKEN_SECONDS = 12 * 3600.0
 _TICKET_SECONDS = 24 * 3600.0
 _MOST_BODY_BYTES = 16 * 1024 * 1024
@@ -68,7 +68,7 @@ class PipelineApi:
     def listening(self, url: str) -> None:
         """The HTTP server is up: say so to those who find the data directory."""
         self._url = url
-        path = os.path.join(self._broker.config.data_dir, ADDRESS_NAME)
+        path = os.path.join(self._broker.config.data_dir, NODE_FILE)
         with open(path + ".tmp", "w") as file:
             json.dump({"http": url, "pid": os.getpid()}, file)
         os.replace(path + ".tmp", path)
@@ -81,7 +81,7 @@ class PipelineApi:
 
     async def stop(self) -> None:
         if self._url:
-            path = os.path.join(self._broker.config.data_dir, ADDRESS_NAME)
+            path = os.path.join(self._broker.config.data_dir, NODE_FILE)
             if os.path.exists(path):
                 os.unlink(path)
         if self._starting is not None:

@@ -42,6 +42,7 @@ from warren.errors import (
     StorePathError,
     WarrenError,
 )
+from warren.storage.running_node import running_node
 from warren.vhost.permissions import Grant, TopicGrant
 
 FILE_NAME = "node.db"
@@ -557,7 +558,10 @@ def _clear_error(path: str, error: sqlite3.Error) -> WarrenError:
     if kind in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
         return StorePathError(f"cannot open {path} to write: {error}; the directory must exist and be writable")
     if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return StoreLockedError(f"{path} is in use by another node; stop that one, or choose another data directory")
+        node = running_node(os.path.dirname(path))
+        return StoreLockedError(
+            f"{path} is in use by {node or 'another node'}; stop that one, or choose another data directory"
+        )
     return StoreFailedError(f"{path}: {error}; stop the node and start it again")
 
 

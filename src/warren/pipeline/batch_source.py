@@ -129,7 +129,7 @@ def find_place(asked: SourceOptions, options: Mapping[str, str]) -> Place:
             # Where there is no such vhost, the view says so and names those that there are.
             return Place(root or os.path.join(asked.path, "vhosts", hashed(asked.vhost)))
         url = broker_url(asked.path)
-        if url is None or not _has_credentials(options):
+        if url is None or not has_credentials(options):
             open_view(asked.path, asked.vhost)  # refuses, and says what to do
             raise StoreLockedError(f"{asked.path} was in use a moment ago; try again")
     assert url is not None
@@ -154,7 +154,7 @@ def _keep_alive(place: Place) -> None:
             client.call("snapshots/heartbeat", ticket=place.ticket)
 
 
-def _has_credentials(options: Mapping[str, str]) -> bool:
+def has_credentials(options: Mapping[str, str]) -> bool:
     try:
         Credentials.from_options(options)
     except CredentialsError:

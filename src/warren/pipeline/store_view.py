@@ -42,6 +42,7 @@ from warren.storage.ledger import Ledger
 from warren.storage.metadata import APPLICATION_ID, FORMAT_VERSION
 from warren.storage.recovery import TORN_END, JournalReplay, replay_journal
 from warren.storage.recovery_terms import TERMS_NAME, TermsDamaged, unpack_terms
+from warren.storage.running_node import NODE_FILE, running_node
 from warren.storage.segment import SegmentFiles
 from warren.storage.settings import EngineSettings
 from warren.storage.snapshot import MANIFEST, TRANSIENTS
@@ -49,7 +50,6 @@ from warren.storage.tagged_json import from_json
 
 log = logging.getLogger("warren.pipeline")
 
-NODE_FILE = "node.json"
 _HIGHEST = 1 << 63
 _SLOT_BYTES = 64
 _SPAN_BYTES = 4 * 1024 * 1024  # one read of the journal
@@ -170,13 +170,14 @@ def open_view(data_directory: str, vhost: str = "/") -> VhostView:
     pid = owner_of(root)
     if pid is not None:
         url = broker_url(data_directory)
+        node = running_node(data_directory)
         way = (
             f"read it through its broker: option url={url} with user and password, or token, in the place of path"
             if url is not None
             else f"take a snapshot with `warren store snapshot {data_directory} TARGET` and read path=TARGET, or close it"
         )
         raise StoreLockedError(
-            f"{data_directory} is in use by process {pid}, so its files change while they are read; {way}"
+            f"{data_directory} is in use by {node or f'process {pid}'}, so its files change while they are read; {way}"
         )
     return VhostView(root)
 

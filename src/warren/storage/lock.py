@@ -7,8 +7,21 @@ import os
 import time
 
 from warren.errors import StoreLockedError
+from warren.storage.running_node import node_of_vhost
 
 _WAITS = (0.005, 0.02)
+
+
+def in_use(root: str, owner: str) -> str:
+    """Who has a vhost's directory, and what to do about it. A broker's vhosts live in children, which come back when they
+    are stopped: so it is the broker that is named."""
+    node = node_of_vhost(root)
+    if node is None:
+        return f"{root} is in use by process {owner}. Close it there, or stop that process"
+    return (
+        f"{root} is in use by {node}. Stop that broker, or ask it while it runs: "
+        f"`warren spark sql|report|archive --url {node.url} --user NAME`"
+    )
 
 
 class DirectoryLock:
@@ -23,9 +36,7 @@ class DirectoryLock:
                 raise StoreLockedError(
                     f"{os.path.dirname(path)} is in use by process {owner}, this one. Share that store, or close it first"
                 ) from None
-            raise StoreLockedError(
-                f"{os.path.dirname(path)} is in use by process {owner}. Close it there, or stop that process"
-            ) from None
+            raise StoreLockedError(in_use(os.path.dirname(path), owner)) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 

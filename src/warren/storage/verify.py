@@ -128,6 +128,8 @@ def vhost_roots(data_directory: str) -> list[str]:
     """The directories of all vhosts. Raises StorePathError where there is no store."""
     parent = os.path.join(data_directory, "vhosts")
     disk = Disk()
+    if os.path.isfile(data_directory):
+        raise StorePathError(f"{data_directory} is a file; give a data directory of Warren, or a snapshot of one")
     roots = [os.path.join(parent, name) for name in disk.listdir(parent) if disk.is_dir(os.path.join(parent, name))]
     if not roots:
         raise StorePathError(f"{data_directory} holds no store: there is no vhosts/ with something in it")

@@ -130,6 +130,10 @@ class VhostOpening:
                 self.disk.sync_dir(os.path.dirname(os.path.abspath(data_directory)))
         except (NotADirectoryError, FileExistsError) as error:
             raise StorePathError(f"{data_directory} is a file, or lies below one; give a directory") from error
+        except FileNotFoundError as error:  # /proc, /sys: they take no new names
+            raise StorePathError(
+                f"{data_directory} cannot be made: {error.strerror}. Give a directory on a file system that takes new ones"
+            ) from error
         except PermissionError as error:
             raise StorePathError(
                 f"cannot write to {data_directory}: permission denied. Give a directory that this user may write to"

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from warren.errors import StoreLockedError
+from warren.pipeline.batch_source import has_credentials
 from warren.pipeline.broker_client import BrokerClient, Credentials
 from warren.pipeline.errors import PipelineError
-from warren.pipeline.store_view import broker_url, vhosts_of
+from warren.pipeline.store_view import broker_url, owner_of, vhosts_of
+from warren.storage.running_node import running_node
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -82,7 +85,13 @@ class Origin:
 
         Raises PipelineError, or what else `open_view` raises."""
         if self.path is not None:
-            vhosts_of(self.path)
+            root = vhosts_of(self.path).get(self.vhost)
+            node = running_node(self.path)
+            if root is not None and node is not None and owner_of(root) and not has_credentials(self.options()):
+                raise StoreLockedError(
+                    f"{self.path} is in use by {node}; ask it instead of the directory: --url {node.url} --user NAME, with "
+                    "the password in WARREN_PASSWORD or --password-file. Or stop the broker"
+                )
             return
         assert self.url is not None
         credentials = Credentials.from_options(self.options())
