@@ -132,8 +132,7 @@ def test_priorities_go_with_every_backing_queue(kind):
         (
             "x-queue-type",
             "stream",
-            "'classic' or 'quorum'. In place of a stream take a durable classic queue: browsing, a snapshot and Spark read "
-            "it without consuming",
+            "'classic' or 'quorum'. In place of a stream take a durable queue: Spark reads it without consuming",
         ),
         ("x-queue-type", "ring", "'classic' or 'quorum'"),
         ("x-queue-version", 3, "1 or 2"),

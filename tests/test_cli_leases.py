@@ -61,9 +61,12 @@ def test_a_lease_is_released_with_what_it_holds(warren, leased):
     assert "2 messages are ready again" in warren("leases", "release", "etl", "--requeue")
 
 
-def test_snapshots_are_shown_and_released(warren, leased):
+def test_snapshots_are_shown_and_released(warren, running, leased):
     taken = leased("snapshots/take", vhost="/", queues=["orders"], ttl=60)
     assert taken["id"] in warren("snapshots", "list")
+    for environment in ({"COLUMNS": "80"}, {"COLUMNS": "60", "FORCE_COLOR": "1"}):  # a pipe, and a narrow terminal
+        done = CliRunner().invoke(app, ["snapshots", "list", "--url", running.http_url], env=environment)
+        assert taken["id"] in done.output
     [found] = json.loads(warren("snapshots", "list", "--json"))
     assert found["messages"] == 3
     assert "released" in warren("snapshots", "release", taken["id"])

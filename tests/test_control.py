@@ -197,8 +197,8 @@ def test_what_cannot_be_is_one_line_and_changes_nothing(warren_):
     for arguments, why in {
         ("vhosts", "add", "/"): "there is a vhost '/'; use it, or delete it first",
         ("vhosts", "add", ""): "'' cannot be the name of a vhost",
-        ("vhosts", "delete", "nope"): "there is no vhost 'nope'; add it first",
-        ("vhosts", "restart", "nope"): "there is no vhost 'nope'; add it first",
+        ("vhosts", "delete", "nope"): "there is no vhost 'nope'; `warren vhosts list` shows those there are",
+        ("vhosts", "restart", "nope"): "there is no vhost 'nope'; `warren vhosts list` shows those there are",
         ("users", "delete", "nobody"): "there is no user 'nobody'",
         ("users", "tags", "guest", "two words"): "'two words' cannot be a tag",
         ("permissions", "set", "guest", "(", "", ""): "the configure permission '(' is not a regular expression",

@@ -7,9 +7,12 @@ import os
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pika
+import pika.exceptions
 import pytest
 from typer.testing import CliRunner
 
@@ -22,6 +25,7 @@ from warren.node.config import Config
 from warren.node.status_page import ListenError
 from warren.node.users import Users
 from warren.storage.running_node import NODE_FILE, running_node
+from warren.testing import running_broker
 
 SQL = ("spark", "sql", "select 1")
 
@@ -72,6 +76,44 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     target = tmp_path / "nodir" / "report.html"
     assert f"there is no directory {target.parent}" in refused("spark", "report", tmp_path / "data", "--to", target)
     assert "it is a directory" in refused("spark", "report", tmp_path / "data", "--to", tmp_path)
+
+
+def test_what_is_no_queue_type_is_refused_with_a_text_that_fits_the_frame():
+    with running_broker() as running:
+        connection = pika.BlockingConnection(pika.URLParameters(running.url))
+        with pytest.raises(pika.exceptions.ChannelClosedByBroker) as refusal:
+            connection.channel().queue_declare("s", durable=True, arguments={"x-queue-type": "stream"})
+        connection.close()
+    assert refusal.value.reply_text.endswith("Spark reads it without consuming")
+
+
+INTERRUPTED = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "warren.cli.main":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+from warren.cli.entry import main
+main()
+"""
+
+
+def test_a_ctrl_c_while_the_command_is_still_loading_is_quiet():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_vhost_is_deleted_at_a_terminal_only_after_a_yes(monkeypatch, tmp_path):
+    monkeypatch.setattr("warren.cli.vhosts.at_terminal", lambda: True)
+    command = ["vhosts", "delete", "orders", "--data-dir", str(tmp_path)]
+    done = CliRunner().invoke(app, command, input="n\n")
+    assert (done.exit_code, "Delete vhost 'orders' with all its queues and messages?" in done.output) == (1, True)
+    assert "no node" not in done.output
+    for asked in (CliRunner().invoke(app, command, input="y\n"), CliRunner().invoke(app, [*command, "--yes"])):
+        assert f"{tmp_path}" in asked.output  # it went on to ask the node, and there is none
 
 
 # ---- a directory that a broker has ----

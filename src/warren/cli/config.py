@@ -6,15 +6,13 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from warren.cli.tables import table_console
 from warren.node.config import DEFAULT, Config, ConfigError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-
-_PLAIN_WIDTH = 160  # of a table that goes to a file or a pipe
 
 
 @app.callback()
@@ -47,8 +45,7 @@ def show(
         style = "dim" if entry.origin == DEFAULT else "bold"
         cells = (entry.key, _shown(entry.value), entry.origin, entry.description)
         table.add_row(*map(escape, cells), style=style)
-    console = Console()
-    (console if console.is_terminal else Console(width=_PLAIN_WIDTH)).print(table)
+    table_console().print(table)
 
 
 def _shown(value: Any) -> str:

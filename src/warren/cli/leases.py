@@ -6,11 +6,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from warren.cli.broker import DEFAULT_URL, Password, Url, User, asking, in_vhost
+from warren.cli.tables import table_console
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 Name = Annotated[str, typer.Argument(help="The lease: the option `lease` of the stream.")]
@@ -31,7 +31,9 @@ def list_leases(
     if as_json:
         typer.echo(json.dumps(leases, indent=1))
         return
-    table = Table("vhost", "lease", "state", "queues", "messages", "checkouts", "heard of", "owner")
+    table = Table(
+        "vhost", Column("lease", overflow="fold"), "state", "queues", "messages", "checkouts", "heard of", "owner"
+    )
     for lease in leases:
         heard = lease["heard_seconds_ago"]
         cells = (
@@ -45,7 +47,7 @@ def list_leases(
             str(lease["owner"]),
         )
         table.add_row(*map(escape, cells), style="bold" if lease["state"] == "active" else None)
-    Console().print(table if leases else "There are no leases.")
+    table_console().print(table if leases else "There are no leases.")
 
 
 @app.command()

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
+from warren.cli.tables import table_console
 from warren.errors import WarrenError
 from warren.node.config import Config, ConfigError
 from warren.node.control import ControlClient
@@ -51,10 +51,10 @@ def show(rows: Iterable[Mapping[str, Any]], *columns: str, as_json: bool, nothin
     if not found:
         typer.echo(nothing)
         return
-    table = Table(*columns)
+    table = Table(*(Column(column, overflow="fold") for column in columns))  # names are needed whole
     for row in found:
         table.add_row(*(escape(_shown(value)) for value in row.values()))
-    Console().print(table)
+    table_console().print(table)
 
 
 def _shown(value: Any) -> str:

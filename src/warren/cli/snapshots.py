@@ -7,11 +7,11 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from warren.cli.broker import DEFAULT_URL, Password, Url, User, asking, in_vhost
+from warren.cli.tables import table_console
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -30,7 +30,10 @@ def list_snapshots(
     if as_json:
         typer.echo(json.dumps(snapshots, indent=1))
         return
-    table = Table("vhost", "id", "user", "queues", "messages", "taken", "stays")
+    longest = max((len(one["id"]) for one in snapshots), default=0)  # never cut: `release` wants it whole
+    table = Table(
+        "vhost", Column("id", no_wrap=True, min_width=longest), "user", "queues", "messages", "taken", "stays"
+    )
     now = time.time()
     for one in snapshots:
         names = sorted(one["queues"])
@@ -44,7 +47,7 @@ def list_snapshots(
             f"{one['until'] - now:.0f} s more",
         )
         table.add_row(*map(escape, cells))
-    Console().print(table if snapshots else "There are no snapshots.")
+    table_console().print(table if snapshots else "There are no snapshots.")
 
 
 @app.command()

@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from warren.cli.broker import DEFAULT_URL
+from warren.cli.tables import table_console
 from warren.cli.view import find_roots, undisturbed, vhost_name
 from warren.errors import StoreLockedError, StorePathError, WarrenError
 from warren.storage.running_node import node_of_vhost
@@ -40,7 +41,6 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PLAIN_WIDTH = 160  # of a table that goes to a file or a pipe
 _SHOWN_FINDINGS = 100
 _SHOWN_FILES = 40
 _BODY_CHARACTERS = 80
@@ -100,11 +100,6 @@ def _session(master: str, what: str, conf: list[str] | None) -> SparkSession:
     console = Console(stderr=True)
     with console.status(f"starting Spark on {escape(master)}") if console.is_terminal else contextlib.nullcontext():
         return spark_session(master, f"warren {what}", settings)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 def _check_target(path: str) -> None:
@@ -200,7 +195,7 @@ def _verification(found: SparkVerification) -> dict[str, Any]:
 
 
 def _show_verification(found: SparkVerification) -> None:
-    console = _console()
+    console = table_console()
     counts = found.counts
     console.print(f"vhost [bold]{escape(found.vhost)}[/bold] in {escape(found.root)}", highlight=False)
     console.print(
@@ -279,7 +274,7 @@ def _lost_something(found: Recovery) -> bool:
 
 
 def _show_recovery(found: Recovery) -> None:
-    console = _console()
+    console = table_console()
     console.print(f"vhost [bold]{escape(found.vhost)}[/bold] in {escape(found.root)}", highlight=False)
     if found.was_clean:
         console.print("[green]it was stopped cleanly: nothing to do[/green] (--force reads it all the same)")
@@ -336,7 +331,7 @@ def _plan(plan: CompactionPlan) -> dict[str, Any]:
 
 
 def _show_plan(plan: CompactionPlan) -> None:
-    console = _console()
+    console = table_console()
     console.print(f"vhost [bold]{escape(plan.vhost)}[/bold] in {escape(plan.root)}", highlight=False)
     if plan.files:
         table = Table("file")
@@ -434,7 +429,7 @@ def archive(
     _write_json(json_file, result)
     if json_file == "-":
         return
-    console = _console()
+    console = table_console()
     table = Table("queue")
     for column in ("messages", "bytes", "first seq_id", "last seq_id"):
         table.add_column(column, justify="right")
@@ -599,7 +594,7 @@ def sql(
                 write(result, file)
     if to_file:
         return
-    console = _console()
+    console = table_console()
     table = Table(*map(escape, result.schema.names))
     for number, row in enumerate(job.rows_of(result)):
         if number < limit:

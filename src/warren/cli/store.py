@@ -21,13 +21,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 import warren
+from warren.cli.tables import table_console
 from warren.cli.view import copy_durable, find_roots, undisturbed, vhost_name, view
 from warren.errors import QueueNotFoundError, StoreFormatError, WarrenError
 from warren.storage.verify import Finding, Verification, verify_vhost
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
-_PLAIN_WIDTH = 160  # of a table that goes to a file or a pipe
 _PREVIEW_CHARACTERS = 60
 _COLUMNS = ("ready", "unacked", "bytes", "q1", "q2", "delta", "q3", "q4", "RAM messages", "RAM bytes")
 
@@ -59,11 +59,6 @@ def _clear_errors(command: Callable[P, T]) -> Callable[P, T]:
             raise typer.Exit(1) from None
 
     return run
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 @contextlib.contextmanager
@@ -119,7 +114,7 @@ def info(directory: Directory, vhost: AnyVhost = None, as_json: AsJson = False) 
 
 
 def _show_store(whole: dict[str, Any], queues: list[dict[str, Any]]) -> None:
-    console = _console()
+    console = table_console()
     stored = whole["persistent_store"]
     console.print(f"vhost [bold]{escape(whole['vhost'])}[/bold] in {escape(whole['directory'])}", highlight=False)
     console.print(
@@ -252,7 +247,7 @@ def _verification_json(verification: Verification) -> dict[str, Any]:
 
 
 def _show_verification(verification: Verification) -> None:
-    console = _console()
+    console = table_console()
     counts = verification.counts
     console.print(f"vhost [bold]{escape(verification.vhost)}[/bold] in {escape(verification.root)}", highlight=False)
     rest = ", ".join(

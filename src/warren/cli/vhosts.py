@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -10,6 +11,10 @@ from warren.cli.node import AsJson, DataDir, node, show
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 Name = Annotated[str, typer.Argument(help="The vhost.")]
+
+
+def at_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 @app.command("list")
@@ -28,8 +33,16 @@ def add(name: Name, data_dir: DataDir = None) -> None:
 
 
 @app.command()
-def delete(name: Name, data_dir: DataDir = None) -> None:
+def delete(
+    name: Name,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask. Where there is no terminal, nobody is asked.")
+    ] = False,
+    data_dir: DataDir = None,
+) -> None:
     """Delete a vhost with all its queues and messages, and all permissions in it. Its clients are sent away."""
+    if not yes and at_terminal():
+        typer.confirm(f"Delete vhost {name!r} with all its queues and messages?", abort=True)
     with node(data_dir) as asked:
         asked.call("vhosts/delete", name=name)
     typer.echo(f"vhost {name!r} is deleted")

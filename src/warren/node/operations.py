@@ -129,7 +129,7 @@ class Operations:
 
     def _check_vhost(self, name: str) -> None:
         if not self._users.has_vhost(name):
-            raise not_found(f"there is no vhost {name!r}; add it first")
+            raise not_found(f"there is no vhost {name!r}; `warren vhosts list` shows those there are")
 
     async def _list_vhosts(self) -> list[dict[str, str]]:
         return [{"name": name, "state": self._running.state(name)} for name in self._users.vhosts()]

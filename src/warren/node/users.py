@@ -437,12 +437,12 @@ unterminated subpattern at position 6
     def _account(self, name: str) -> _Account:
         account = self._accounts.get(name)
         if account is None:
-            raise NotKnownError(f"there is no user {name!r}; add it first")
+            raise NotKnownError(f"there is no user {name!r}; `warren users list` shows those there are")
         return account
 
     def _check_vhost(self, name: str) -> None:
         if name not in self._vhosts:
-            raise NotKnownError(f"there is no vhost {name!r}; add it first")
+            raise NotKnownError(f"there is no vhost {name!r}; `warren vhosts list` shows those there are")
 
     def _compose(self, user: str, vhost: str) -> None:
         key = (user, vhost)

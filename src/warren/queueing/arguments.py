@@ -169,8 +169,7 @@ def _queue_type(name: str, value: object) -> None:
         _refuse(
             name,
             value,
-            "'classic' or 'quorum'. In place of a stream take a durable classic queue: browsing, a snapshot and Spark read "
-            "it without consuming",
+            "'classic' or 'quorum'. In place of a stream take a durable queue: Spark reads it without consuming",
         )
     _one_of("classic", "quorum")(name, value)
 
