@@ -421,6 +421,24 @@ def test_a_token_and_a_ticket_end_with_the_password_they_stem_from(broker, warre
         guest.ask("snapshots/release", vhost="/", id=held["id"])
 
 
+def test_a_ticket_ends_with_the_permission_to_read_in_its_vhost(broker, warren_):
+    warren_("users", "add", "ann", "secret")
+    connect(broker).channel().queue_declare("tapped", durable=True)
+    ask = Client(broker.http_url, "ann", "secret")
+    for taken_away in (("clear", "ann"), ("set", "ann", ".*", ".*", "^other$")):
+        warren_("permissions", "set", "ann", "", "", "^tapped$")
+        taken = ask("snapshots/take", vhost="/", queues=["tapped"], ttl=60)
+        data_server = Client(taken["data_url"], token=taken["ticket"])
+        warren_("permissions", "set", "ann", ".*", ".*", "^tapped$")  # may still read it
+        assert (plan(data_server), heartbeat(broker, taken["ticket"])) == (200, 200)
+        warren_("permissions", *taken_away)
+        assert (plan(data_server), heartbeat(broker, taken["ticket"])) == (401, 401)
+    warren_("users", "delete", "ann")
+    guest = Client(broker.http_url)
+    for held in guest("snapshots/list", vhost="/")["snapshots"]:
+        guest.ask("snapshots/release", vhost="/", id=held["id"])
+
+
 def plan(data_server: Client) -> int:
     call = urllib.request.Request(
         f"{data_server.url}/snapshots/plan",

@@ -2,8 +2,9 @@
 
 A ticket says what it is good for and until when; who holds the key of the node can check it without asking anybody. It is
 bound to one snapshot, one range of checkouts or one batch of stages, so that a ticket which leaks (into a log of Spark,
-say) opens that and nothing else, and not for long. It carries the stamp of the password that it stems from (`Users.stamp`)
-and ends with it: when the user gets another password, or is deleted.
+say) opens that and nothing else, and not for long. It carries the stamp of the password that it stems from (`Users.stamp`),
+and of what its user may read in its vhost (`Users.stamp_in`), and ends with it: when the user gets another password, is
+deleted, or may not read what he might.
 
     ticket := base64url(JSON) "." base64url(HMAC-SHA256 of the first part)
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 from warren.errors import WarrenError
 
+StampOf = Callable[[str, str | None], str | None]  # by user, and by vhost where a ticket is for one
 KEY_NAME = "node.key"  # in the data directory: tickets outlive a restart of the node
 _KEY_BYTES = 32
 
@@ -44,13 +46,13 @@ class Tickets:
     warren.tickets.TicketError: the ticket is for 'snapshot', not for 'stage'
     """
 
-    def __init__(self, key: bytes, stamp_of: Callable[[str], str | None] | None = None) -> None:
+    def __init__(self, key: bytes, stamp_of: StampOf | None = None) -> None:
         """With `stamp_of`, which knows the stamps of users, a ticket is good only as long as its stamp is its user's."""
         self._key = key
         self._stamp_of = stamp_of
 
     @classmethod
-    def of_directory(cls, data_directory: str, stamp_of: Callable[[str], str | None] | None = None) -> Tickets:
+    def of_directory(cls, data_directory: str, stamp_of: StampOf | None = None) -> Tickets:
         """With the key of a data directory, which is made where there is none."""
         path = os.path.join(data_directory, KEY_NAME)
         try:
@@ -92,10 +94,13 @@ class Tickets:
             raise TicketError(f"the ticket is for {said['kind']!r}, not for {kind!r}")
         if said["until"] < time.time():
             raise TicketError("the ticket has expired; start the query anew")
-        if self._stamp_of is not None and (said.get("stamp") is None or said["stamp"] != self._stamp_of(said["user"])):
-            raise TicketError(
-                f"the ticket has ended: user {said['user']!r} has another password, or is deleted; start the query anew"
-            )
+        if self._stamp_of is not None:
+            user, vhost = said["user"], said.get("vhost")
+            if said.get("stamp") is None or said["stamp"] != self._stamp_of(user, vhost):
+                other = "" if vhost is None else f", or other permissions to read in vhost {vhost!r}"
+                raise TicketError(
+                    f"the ticket has ended: user {user!r} has another password{other}, or is deleted; start the query anew"
+                )
         return said
 
     def _sign(self, body: str) -> bytes:

@@ -274,9 +274,9 @@ class Broker:
     def knows(self, user: str) -> bool:
         return self.users.user(user) is not None
 
-    def stamp_of(self, user: str) -> str | None:
-        """See `Users.stamp`."""
-        return self.users.stamp(user)
+    def stamp_of(self, user: str, vhost: str | None = None) -> str | None:
+        """See `Users.stamp` and `Users.stamp_in`."""
+        return self.users.stamp(user) if vhost is None else self.users.stamp_in(vhost, user)
 
     def may_connect_from(self, user: str, address: str) -> bool:
         return loopback_allowed(user, address, self.config.loopback_users)

@@ -12,8 +12,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
+
+from warren.node.users import Users
 
 log = logging.getLogger("warren.node")
 
@@ -33,10 +34,10 @@ class DataServer:
         key: bytes,
         certificate: tuple[str, str] | None,
         data_dir: str | os.PathLike[str],
-        stamps: Callable[[], dict[str, str]],
+        users: Users,
     ) -> None:
-        """`stamps` are those of all users: tickets that carry another one are not good any more."""
-        self._stamps = stamps
+        """It is told the stamps of `users`: tickets that carry another one are not good any more."""
+        self._users = users
         self._memory = os.path.join(data_dir, PORT_NAME)
         self._said: dict[str, Any] = {"host": host, "port": port, "key": key.hex(), "certificate": certificate}
         self._process: asyncio.subprocess.Process | None = None
@@ -54,7 +55,8 @@ class DataServer:
     async def _start(self, node_url: str) -> None:
         self._port = 0
         for port in dict.fromkeys((self._said["port"] or self._remembered(), self._said["port"])):
-            said = await self._run({**self._said, "node": node_url, "port": port, "stamps": self._stamps()})
+            stamps = {user.name: self._users.stamps(user.name) for user in self._users.list_users()}
+            said = await self._run({**self._said, "node": node_url, "port": port, "stamps": stamps})
             if "port" in said:
                 break
         self._port = int(said.get("port", 0))
@@ -66,14 +68,15 @@ class DataServer:
             file.write(f"{self._port}\n")
 
     async def tell_stamp(self, user: str) -> None:
-        """A password was changed, or a user deleted: return when the process refuses the tickets that stem from it."""
+        """A password or a permission was changed, or a user deleted: return when the process refuses the tickets that stem
+        from it."""
         async with self._starting:
             process = self._process
             if process is None or process.returncode is not None:
                 return  # the next one starts with all stamps
             assert process.stdin is not None
             assert process.stdout is not None
-            line = json.dumps({"user": user, "stamp": self._stamps().get(user)}).encode() + b"\n"
+            line = json.dumps({"user": user, "stamps": self._users.stamps(user)}).encode() + b"\n"
             try:
                 process.stdin.write(line)
                 async with asyncio.timeout(_TELL_SECONDS):

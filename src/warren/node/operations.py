@@ -5,7 +5,8 @@ Rules:
 1. A change is first made safe (`node.db`, a vhost's `meta.db`), then told to every process that may have an older answer, and
    answered when all of them have dropped it.
 2. What concerns one vhost happens one after the other; what concerns another one does not wait for it.
-3. Who loses his user loses his connections; whose password changes keeps them. Tokens and tickets end with both.
+3. Who loses his user loses his connections; whose password changes keeps them. Tokens and tickets end with both, and tickets
+   for a vhost with what the user may read there.
 4. Passwords are in no log line and in no error.
 5. A vhost that was stopped is stopped until it is started, or the node is: a node starts all its vhosts, as RabbitMQ does.
 """
@@ -44,7 +45,7 @@ class Operations:
         self._locks: dict[str, asyncio.Lock] = {}  # by vhost
         self.credentials_changed: list[
             CredentialsChanged
-        ] = []  # told the user who is new or gone, or whose password changed
+        ] = []  # told the user who is new or gone, or whose password or permissions changed
         self.table: dict[str, Callable[..., Awaitable[Any]]] = {
             "vhosts/list": self._list_vhosts,
             "vhosts/add": self._add_vhost,
@@ -217,13 +218,16 @@ class Operations:
 
     async def _set_permissions(self, *, user: str, vhost: str, configure: str, write: str, read: str) -> None:
         await asyncio.to_thread(self._users.set_permissions, user, vhost, configure, write, read)
-        await self._running.grant_changed(user, vhost)
+        await self._tell_grant(user, vhost)
         log.info("user %r may configure %r, write %r, read %r in vhost %r", user, configure, write, read, vhost)
 
     async def _clear_permissions(self, *, user: str, vhost: str) -> None:
         await asyncio.to_thread(self._users.clear_permissions, user, vhost)
-        await self._running.grant_changed(user, vhost)
+        await self._tell_grant(user, vhost)
         log.info("user %r may do nothing in vhost %r", user, vhost)
+
+    async def _tell_grant(self, user: str, vhost: str) -> None:
+        await self._everywhere((self._running.grant_changed(user, vhost), self._tell_credentials(user)))
 
     async def _list_topic_permissions(
         self, *, user: str | None = None, vhost: str | None = None

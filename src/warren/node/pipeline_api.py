@@ -3,7 +3,8 @@
 Who asks says who he is, with a password (Basic) or a token (Bearer), once, on Spark's driver. What the driver then hands to
 executors are tickets (`warren/tickets.py`), which are good for one snapshot, some checkouts or one batch. The requests
 that executors make here, `leases/plan` and `snapshots/heartbeat`, carry such a ticket. Tokens and tickets end with the
-password that they stem from; whoever changes it is answered when they have ended here and in the data server.
+password that they stem from, and tickets with what their user may read in their vhost; whoever changes these is answered
+when they have ended here and in the data server.
 
 An error is `{"error": code, "reason": text}` with its status.
 """
@@ -120,8 +121,10 @@ class PipelineApi:
         if name in _LISTS and "vhost" not in body:
             return await self._list(name, user)
         vhost = body.pop("vhost", "/")
+        # Before the request is: should what the user may read change meanwhile, the ticket is worth nothing.
+        stamp_here = self._broker.users.stamp_in(vhost, user, stamp)
         result = await self._broker.data_request(name, user, vhost, body)
-        return await self._with_ticket(request, name, {"user": user, "stamp": stamp}, vhost, body, result)
+        return await self._with_ticket(request, name, {"user": user, "stamp": stamp_here}, vhost, body, result)
 
     async def _body(self, request: Request, most: int) -> dict[str, Any]:
         data = bytearray()
@@ -191,7 +194,13 @@ class PipelineApi:
             raise Refused(401, "unauthorized", str(error)) from None
 
     async def _with_ticket(
-        self, request: Request, name: str, who: dict[str, str], vhost: str, body: dict[str, Any], result: dict[str, Any]
+        self,
+        request: Request,
+        name: str,
+        who: dict[str, str | None],
+        vhost: str,
+        body: dict[str, Any],
+        result: dict[str, Any],
     ) -> dict[str, Any]:
         """What executors need besides."""
         says: dict[str, Any] = {"vhost": vhost, **who}
@@ -232,7 +241,7 @@ class PipelineApi:
                 self._tickets.key,
                 config.tls.http_files,
                 config.data_dir,
-                self._broker.users.stamps,
+                self._broker.users,
             )
         return self._data_server
 

@@ -262,12 +262,20 @@ class Users:
         """What changes with a user's password, and is another one for another user of the same name; None: there is no
         such user. Tokens and tickets carry it, so that they end with the password that they stem from."""
         account = self._accounts.get(name)
-        return None if account is None else _stamp(account)
+        return None if account is None else _stamp(account.password_hash)
 
-    def stamps(self) -> dict[str, str]:
-        """Of every user."""
+    def stamp_in(self, vhost: str, name: str, stamp: str | None = None) -> str | None:
+        """What changes also with what the user may read in a vhost; None: he may not enter it. Tickets carry it, so that they
+        end with that right. With `stamp` it is that of who had this stamp, and has what the user has now."""
+        stamp = self.stamp(name) if stamp is None else stamp
+        grant = self._permissions.get((name, vhost))
+        return None if stamp is None or grant is None else f"{stamp}.{_stamp(grant.read)}"
+
+    def stamps(self, name: str) -> dict[str, str]:
+        """Of a user, by vhost: all that he may enter."""
         with self._lock:
-            return {name: _stamp(account) for name, account in self._accounts.items()}
+            found = {vhost: self.stamp_in(vhost, name) for vhost in self._vhosts}
+        return {vhost: stamp for vhost, stamp in found.items() if stamp is not None}
 
     def authenticate(self, name: str, password: str | bytes) -> User | None:
         """The user, if the password is right; None, after as long a time, if it is not or there is no such user."""
@@ -581,9 +589,9 @@ def _user_row(account: _Account) -> tuple[str, str, str]:
     return account.user.name, account.password_hash, json.dumps(account.user.tags)
 
 
-def _stamp(account: _Account) -> str:
-    # Of the hash, whose salt is new each time; so also setting the same password again makes another stamp.
-    return hashlib.blake2b(account.password_hash.encode(), digest_size=12).hexdigest()
+def _stamp(text: str) -> str:
+    # Of a hash of a password, whose salt is new each time, also when the same password is set again.
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 # ---- what can be ----

@@ -10,8 +10,8 @@ HTTP, and stages the rows of sinks. It knows no user and no password: every requ
 | `POST /stages?partition=&attempt=&batch=` with an Arrow IPC stream | stage | `{name, count, bytes}`, durable |
 
 The node starts it with one line of JSON on its standard input, reads its port from its standard output, and ends it by
-closing the former. In between each line is the stamp that a user has from now on, and is answered by one: tickets with
-another stamp are refused from then on. It never writes to a store but for stages, which are files of their own.
+closing the former. In between each line is the stamps that a user has from now on, by vhost, and is answered by one: tickets
+with another stamp are refused from then on. It never writes to a store but for stages, which are files of their own.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ ARROW_STREAM = "application/vnd.apache.arrow.stream"
 class DataServer:
     """The requests."""
 
-    def __init__(self, key: bytes, stamps: dict[str, str], node_url: str, certificate: str | None = None) -> None:
-        self.stamps = stamps  # by user
-        self._tickets = Tickets(key, lambda user: self.stamps.get(user))
+    def __init__(
+        self, key: bytes, stamps: dict[str, dict[str, str]], node_url: str, certificate: str | None = None
+    ) -> None:
+        self.stamps = stamps  # by user and vhost
+        self._tickets = Tickets(key, lambda user, vhost: self.stamps.get(user, {}).get(vhost or ""))
         self._node_url = node_url
         self._arriving: Counter[str] = Counter()  # bytes of stages that are not files yet, by vhost
         self._trust = _pinned(certificate) if certificate is not None else None
@@ -390,9 +392,7 @@ def main() -> int:
     def watch() -> None:
         for line in sys.stdin:
             changed = json.loads(line)
-            others = {user: stamp for user, stamp in data_server.stamps.items() if user != changed["user"]}
-            new = {} if changed["stamp"] is None else {changed["user"]: changed["stamp"]}
-            data_server.stamps = {**others, **new}
+            data_server.stamps = {**data_server.stamps, changed["user"]: changed["stamps"]}
             print("{}", flush=True)
         server.should_exit = True
 
