@@ -15,8 +15,9 @@ from tests.broker_clients import SECONDS, eventually, pump, settle
 from warren.errors import DiskFullError
 from warren.kernel.entry import Entry
 from warren.queueing.arguments import QueueArguments
+from warren.queueing.guard import QueueCrashed
 from warren.queueing.properties import encode_head
-from warren.queueing.queue_process import QueueCrashed, QueueProcess
+from warren.queueing.queue_process import QueueProcess
 from warren.storage.backing_queue import BackingQueue
 from warren.testing import running_broker
 

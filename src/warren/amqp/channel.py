@@ -32,8 +32,9 @@ from warren.kernel.unacked import Unacked
 from warren.queueing.arrival import Arrival
 from warren.queueing.consumers import Consumer
 from warren.queueing.delayed import MAX_DELAY_MS, delay_ms
+from warren.queueing.guard import QueueCrashed
 from warren.queueing.properties import MAX_EXPIRATION_MS, carbon_keys, decode_head, rewritten
-from warren.queueing.queue_process import QueueCrashed, QueueProcess
+from warren.queueing.queue_process import QueueProcess
 from warren.routing.exchange import Exchange
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from warren.errors import DiskFullError, WarrenError
 from warren.kernel.frame_writer import HEARTBEAT_FRAME, method_frame
 from warren.kernel.frames import ACK, HEARTBEAT, METHOD, PUBLISH, TOO_LARGE, FrameScanner
 from warren.queueing.credit_flow import ReaderFlow, Wait
-from warren.queueing.queue_process import QueueCrashed
+from warren.queueing.guard import QueueCrashed
 from warren.routing.exchange import Exchange
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import lmdb
 
 from warren.errors import DiskFullError, WarrenError
 from warren.kernel.entry import PERSISTENT, Entry
-from warren.queueing.queue_process import QueueCrashed
+from warren.queueing.guard import QueueCrashed
 from warren.storage.vhost_store import StoredQueue, VhostStore
 
 log = logging.getLogger("warren.queueing")

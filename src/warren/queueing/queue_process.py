@@ -21,15 +21,14 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from warren.errors import WarrenError
 from warren.kernel.entry import PERSISTENT, Entry, place_entries, seqs_of, some_expire
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.consumers import MOST_AT_ONCE, Consumer, Consumers
 from warren.queueing.dead_letter import DELIVERY_LIMIT, EXPIRED, MAXLEN, REJECTED
 from warren.queueing.decorators import Decorations
+from warren.queueing.guard import QueueCrashed, guarded
 from warren.queueing.limits import Limits
 from warren.queueing.monitors import Monitors, Sender
 from warren.queueing.owner import Cancellable, Owner
@@ -37,27 +36,6 @@ from warren.storage.vhost_store import StoredQueue
 
 _ALL_FLAGS = 255
 _DEAD_AT_ONCE = 512  # dead letters in one transaction
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class QueueCrashed(Exception):
-    """The queue failed and was restarted; what was asked of it was not done."""
-
-
-def _guarded(function: F) -> F:
-    """An error inside of a queue is the queue's alone: it is restarted, and the caller gets QueueCrashed."""
-
-    @functools.wraps(function)
-    def call(self: QueueProcess, *arguments: Any) -> Any:
-        try:
-            return function(self, *arguments)
-        except (WarrenError, QueueCrashed):  # the disk's, or told already
-            raise
-        except Exception as error:
-            self._owner.queue_crashed(self, error)
-            raise QueueCrashed(self.name) from error
-
-    return cast(F, call)
 
 
 class Delivered:
@@ -149,7 +127,7 @@ class QueueProcess:
             self._decorations = Decorations(self, owner.decorators)
             self._decorations.start()
 
-    @_guarded
+    @guarded
     def apply(self, arguments: QueueArguments) -> None:
         """Its arguments, or what a policy makes of them."""
         old: QueueArguments | None = getattr(self, "arguments", None)
@@ -179,18 +157,18 @@ class QueueProcess:
     def exclusive(self) -> bool:
         return self.exclusive_to is not None
 
-    @_guarded
+    @guarded
     def __len__(self) -> int:
         return len(self._backing)
 
     @property
-    @_guarded
+    @guarded
     def unacknowledged(self) -> int:
         return self._backing.pending_count
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    @_guarded
+    @guarded
     def has_room(self, count: int, size: int) -> bool:
         """Is there room for so many messages and bytes more?"""
         most, most_bytes = self.arguments.max_length, self.arguments.max_length_bytes
@@ -218,7 +196,7 @@ class QueueProcess:
         self._coming -= len(entries)
         self._coming_bytes -= sum(entry.body_size for entry in entries)
 
-    @_guarded
+    @guarded
     def admit(self, entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Those that there is room for, and those that the overflow rejects; these are refused."""
         taken, rejected = self.sift(entries)
@@ -226,13 +204,13 @@ class QueueProcess:
             self.refuse(rejected)
         return taken, rejected
 
-    @_guarded
+    @guarded
     def refuse(self, entries: list[Entry]) -> None:
         """There was no room for them."""
         if self.arguments.overflow == "reject-publish-dlx":
             self._owner.dead_letter(self, entries, MAXLEN, pending=False)
 
-    @_guarded
+    @guarded
     def sift(self, entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Those that there is room for, and those that the overflow rejects."""
         if not self._rejects:
@@ -253,7 +231,7 @@ class QueueProcess:
                 size += entry.body_size
         return taken, rejected
 
-    @_guarded
+    @guarded
     def deliver(self, entries: list[Entry]) -> Delivered:
         """Messages arrive; they are this queue's own objects from now on. Raises DiskFullError before anything is done."""
         count = len(entries)
@@ -295,7 +273,7 @@ class QueueProcess:
             self._tell_state()
         return Delivered(rejected, journaled)
 
-    @_guarded
+    @guarded
     def accept(self, entries: list[Entry]) -> None:
         """Messages came to the backing queue by another way: fan-out, a transaction."""
         self.published += len(entries)
@@ -353,7 +331,7 @@ class QueueProcess:
             self.delivered += len(part)
             consumer.receiver.send(consumer, part)
 
-    @_guarded
+    @guarded
     def run(self) -> None:
         """Deliver as long as there are messages and consumers that can take them."""
         if self._running or self.deleted:
@@ -415,7 +393,7 @@ class QueueProcess:
             self._backing.ack(seqs_of(entries))
             self._owner.wake()
 
-    @_guarded
+    @guarded
     def get(self, no_ack: bool) -> tuple[Entry, bool] | None:
         """For basic.get: a message, and whether it was delivered before."""
         self.used()
@@ -454,7 +432,7 @@ class QueueProcess:
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
-    @_guarded
+    @guarded
     def ack(self, seqs: list[int]) -> None:
         if self.deleted:
             return
@@ -462,7 +440,7 @@ class QueueProcess:
             self.acked += len(self._backing.ack(seqs))
         self._owner.wake()
 
-    @_guarded
+    @guarded
     def reject(self, seqs: list[int]) -> None:
         """Not wanted, and not to be tried again."""
         if self.deleted:
@@ -487,12 +465,12 @@ class QueueProcess:
                 self._settle_more(seqs, reason)
                 self._owner.wake()
 
-    @_guarded
+    @guarded
     def _settle_more(self, seqs: list[int], reason: str) -> None:
         with self._lock:
             self._settle_dead(seqs, reason)
 
-    @_guarded
+    @guarded
     def requeue(self, seqs: list[int]) -> None:
         """Back to where they were."""
         if self.deleted:
@@ -506,7 +484,7 @@ class QueueProcess:
             self.redelivered += len(self._backing.requeue(seqs))
         self.came_back()
 
-    @_guarded
+    @guarded
     def came_back(self) -> None:
         """Messages that somebody had are ready again: limits and times to live count for them, and consumers get them."""
         if self.deleted:
@@ -523,14 +501,14 @@ class QueueProcess:
         consumer.outstanding -= count
         self.consumers.unblock(consumer)
 
-    @_guarded
+    @guarded
     def settled(self, consumer: Consumer, count: int) -> None:
         """The channel settled so many of a consumer's messages: it may have room again."""
         consumer.outstanding -= count
         if consumer.blocked and self.consumers.unblock(consumer):
             self.run()
 
-    @_guarded
+    @guarded
     def unblock(self, consumer: Consumer) -> None:
         """Its channel has room again."""
         if self.consumers.unblock(consumer):
@@ -538,13 +516,13 @@ class QueueProcess:
 
     # -- consumers ---------------------------------------------------------------------------------------------------
 
-    @_guarded
+    @guarded
     def consume(self, consumer: Consumer) -> None:
         consumer.queue = self
         self.consumers.add(consumer)
         self._stop_unused_timer()
 
-    @_guarded
+    @guarded
     def cancel(self, consumer: Consumer) -> None:
         """It gets nothing more. The last one takes an auto-delete queue with it."""
         if not self.consumers.remove(consumer):
@@ -589,7 +567,7 @@ class QueueProcess:
             self._limits.overflowed += len(entries)
             self._end(entries, MAXLEN, pending=True)
 
-    @_guarded
+    @guarded
     def expire(self) -> None:
         """Expired messages leave from the head; the next one sets the timer."""
         backing = self._backing
@@ -649,7 +627,7 @@ class QueueProcess:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    @_guarded
+    @guarded
     def purge(self) -> int:
         with self._lock:
             count = self._backing.purge()
@@ -676,7 +654,7 @@ class QueueProcess:
             self._decorations.shut_down()
             self._decorations = None
 
-    @_guarded
+    @guarded
     def info(self) -> dict[str, Any]:
         """For the status page and, later, the management API; RabbitMQ's names."""
         with self._lock:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from warren.kernel.entry import PERSISTENT, Entry, copy_entries
 from warren.queueing.arrival import Arrival
-from warren.queueing.queue_process import QueueCrashed, QueueProcess
+from warren.queueing.guard import QueueCrashed
+from warren.queueing.queue_process import QueueProcess
 from warren.storage.stored_queue import StoredQueue
 
 if TYPE_CHECKING:

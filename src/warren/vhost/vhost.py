@@ -28,9 +28,10 @@ from warren.queueing.dead_letter import Death
 from warren.queueing.decorators import BUILT_IN, load_decorators
 from warren.queueing.delayed import MAX_DELAY_MS, DelayedQueue, delay_ms
 from warren.queueing.delayed import PREFIX as DELAYED_PREFIX
+from warren.queueing.guard import QueueCrashed
 from warren.queueing.owner import Cancellable
 from warren.queueing.properties import decode_head, priority_of, rewritten
-from warren.queueing.queue_process import QueueCrashed, QueueProcess
+from warren.queueing.queue_process import QueueProcess
 from warren.routing.binding import Binding
 from warren.routing.exchange import Exchange
 from warren.routing.policies import Policy, effective, queue_arguments
