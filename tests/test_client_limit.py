@@ -64,17 +64,17 @@ def test_a_descriptor_that_is_lost_on_its_way_ends_nothing_and_is_not_mixed_up_w
         with no_more_files():
             node.send("hand_over", lost, peer="lost")
             taken = os.open(os.devnull, os.O_RDONLY)  # the number that the sender has closed
-            while not got:
+            while not got and not ended:
                 await asyncio.sleep(0)
         os.close(taken)
         node.send("hand_over", os.open(tmp_path, os.O_RDONLY), peer="next")
-        while len(got) < 2:
+        while len(got) < 2 and not ended:
             await asyncio.sleep(0)
+        assert ended == []
         (first, nothing), (second, directory) = got
         assert (first, nothing, second) == ("lost", None, "next")
         assert os.path.samestat(os.stat(directory), os.stat(tmp_path))
         os.close(directory)
-        assert ended == []
         node.close()
         process.close()
 
