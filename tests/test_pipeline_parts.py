@@ -189,7 +189,7 @@ def test_a_store_whose_owner_lives_is_refused_with_the_command_to_use(tmp_path):
     data = tmp_path / "data"
     with warren.open(data) as store:
         store.queue("orders")
-        with pytest.raises(StoreLockedError, match=r"in use by process \d+.*`warren store snapshot .* TARGET`"):
+        with pytest.raises(StoreLockedError, match=r"in use by process \d+.*the path of a Store\.snapshot\(\)"):
             open_view(str(data))
         (data / NODE_FILE).write_text(json.dumps({"http": "http://127.0.0.1:15672", "pid": 1}))
         with pytest.raises(StoreLockedError, match=r"url=http://127.0.0.1:15672"):

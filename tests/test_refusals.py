@@ -76,6 +76,9 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     target = tmp_path / "nodir" / "report.html"
     assert f"there is no directory {target.parent}" in refused("spark", "report", tmp_path / "data", "--to", target)
     assert "it is a directory" in refused("spark", "report", tmp_path / "data", "--to", tmp_path)
+    for command in (("verify",), ("sql", "select 1")):
+        said = refused("spark", *command, tmp_path / "data", "--json", tmp_path / "nodir" / "result.json")
+        assert "there is no directory" in said
 
 
 def test_what_is_no_queue_type_is_refused_with_a_text_that_fits_the_frame():

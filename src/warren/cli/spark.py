@@ -102,15 +102,18 @@ def _session(master: str, what: str, conf: list[str] | None) -> SparkSession:
         return spark_session(master, f"warren {what}", settings)
 
 
-def _check_target(path: str) -> None:
-    """Before the work, and not after it: can the file be written?"""
-    parent = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(parent):
-        raise StorePathError(f"cannot write {path}: there is no directory {parent}; make it, or write elsewhere")
-    if os.path.isdir(path):
-        raise StorePathError(f"cannot write {path}: it is a directory; give the path of a file")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise StorePathError(f"cannot write {path}: this user may not write to {parent}; write elsewhere")
+def _check_targets(*paths: str | None) -> None:
+    """Before the work, and not after it: can these files be written?"""
+    for path in paths:
+        if path is None or path == "-":
+            continue
+        parent = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(parent):
+            raise StorePathError(f"cannot write {path}: there is no directory {parent}; make it, or write elsewhere")
+        if os.path.isdir(path):
+            raise StorePathError(f"cannot write {path}: it is a directory; give the path of a file")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise StorePathError(f"cannot write {path}: this user may not write to {parent}; write elsewhere")
 
 
 @contextlib.contextmanager
@@ -168,6 +171,7 @@ def verify(
     from warren.pipeline.session import clear_errors
 
     roots = find_roots(directory, vhost)
+    _check_targets(json_file)
     spark = _session(master, "verify", conf)
     found = []
     for root in roots:
@@ -246,6 +250,7 @@ def recover(
     from warren.pipeline.session import clear_errors
 
     names = [vhost_name(root) for root in find_roots(directory, vhost)]
+    _check_targets(json_file)
     spark = _session(master, "recover", conf)
     found = []
     for name in names:
@@ -308,6 +313,7 @@ def compact(
     from warren.pipeline.session import clear_errors
 
     roots = find_roots(directory, vhost)
+    _check_targets(json_file)
     spark = _session(master, "compact", conf)
     plans = []
     for root in roots:
@@ -405,6 +411,7 @@ def archive(
         token_file=token_file,
         ca_file=ca_file,
     )
+    _check_targets(json_file)
     spark = _session(master, "archive", conf)
     from warren.pipeline.jobs.archive import archive as write_archive
     from warren.pipeline.progress import job_progress
@@ -468,6 +475,7 @@ def replay(
     target = _origin(
         url=url, vhost=vhost, user=user, password_file=password_file, token_file=token_file, ca_file=ca_file
     )
+    _check_targets(json_file)
     spark = _session(master, "replay", conf)
     from warren.pipeline.jobs.archive import replay as publish_archive
     from warren.pipeline.progress import job_progress
@@ -521,7 +529,7 @@ def report(
         token_file=token_file,
         ca_file=ca_file,
     )
-    _check_target(to)
+    _check_targets(to, json_file)
     spark = _session(master, "report", conf)
     from warren.pipeline.jobs.report import report_data
     from warren.pipeline.jobs.report_page import page
@@ -579,6 +587,7 @@ def sql(
         token_file=token_file,
         ca_file=ca_file,
     )
+    _check_targets(json_file, csv_file)
     spark = _session(master, "sql", conf)
     from warren.pipeline.jobs import sql as job
     from warren.pipeline.progress import job_progress

@@ -174,7 +174,7 @@ def open_view(data_directory: str, vhost: str = "/") -> VhostView:
         way = (
             f"read it through its broker: option url={url} with user and password, or token, in the place of path"
             if url is not None
-            else f"take a snapshot with `warren store snapshot {data_directory} TARGET` and read path=TARGET, or close it"
+            else "read the path of a Store.snapshot() that is taken there, or close it there"
         )
         raise StoreLockedError(
             f"{data_directory} is in use by {node or f'process {pid}'}, so its files change while they are read; {way}"
