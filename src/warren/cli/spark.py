@@ -139,6 +139,30 @@ def _write_json(path: str | None, result: Any) -> None:
             file.write("\n")
 
 
+def _of_each_vhost(
+    what: str,
+    doing: str,
+    job: Callable[[SparkSession, str], T],
+    directory: str,
+    vhost: str | None,
+    master: str,
+    conf: list[str] | None,
+    json_file: str | None,
+) -> list[T]:
+    """Run a job over the directory of one vhost, or of each, that nobody uses meanwhile."""
+    from warren.pipeline.progress import job_progress
+    from warren.pipeline.session import clear_errors
+
+    roots = find_roots(directory, vhost)
+    _check_targets(json_file)
+    spark = _session(master, what, conf)
+    found = []
+    for root in roots:
+        with _at_rest(root), job_progress(spark, f"{doing} {vhost_name(root)}"), clear_errors():
+            found.append(job(spark, root))
+    return found
+
+
 @contextlib.contextmanager
 def _at_rest(root: str) -> Iterator[None]:
     """Nobody else changes the files meanwhile."""
@@ -167,16 +191,8 @@ def verify(
     Says the same as `warren store verify`. Exit code 0: all is well; what a crash leaves by design is listed, and harmless.
     """
     from warren.pipeline.jobs.verify import verify_on_spark
-    from warren.pipeline.progress import job_progress
-    from warren.pipeline.session import clear_errors
 
-    roots = find_roots(directory, vhost)
-    _check_targets(json_file)
-    spark = _session(master, "verify", conf)
-    found = []
-    for root in roots:
-        with _at_rest(root), job_progress(spark, f"checking {vhost_name(root)}"), clear_errors():
-            found.append(verify_on_spark(spark, root))
+    found = _of_each_vhost("verify", "checking", verify_on_spark, directory, vhost, master, conf, json_file)
     _write_json(json_file, [_verification(each) for each in found])
     if json_file != "-":
         for each in found:
@@ -309,16 +325,8 @@ def compact(
 ) -> None:
     """Show which files of the message store would be merged, and what that frees. Nothing is changed: the broker does it."""
     from warren.pipeline.jobs.compact import compaction_plan
-    from warren.pipeline.progress import job_progress
-    from warren.pipeline.session import clear_errors
 
-    roots = find_roots(directory, vhost)
-    _check_targets(json_file)
-    spark = _session(master, "compact", conf)
-    plans = []
-    for root in roots:
-        with _at_rest(root), job_progress(spark, f"reading {vhost_name(root)}"), clear_errors():
-            plans.append(compaction_plan(spark, root))
+    plans = _of_each_vhost("compact", "reading", compaction_plan, directory, vhost, master, conf, json_file)
     _write_json(json_file, [_plan(each) for each in plans])
     if json_file != "-":
         for each in plans:
