@@ -28,7 +28,7 @@ from warren.pipeline.broker_client import BrokerClient, Credentials
 logging.getLogger("pika").setLevel(logging.CRITICAL)  # connections are lost all the time here
 
 READY = re.compile(r"ready: AMQP on [^:]+:(\d+), status page on http://[^:]+:(\d+)")
-PATIENCE = 60.0
+PATIENCE = 240.0
 
 
 def free_port() -> int:

@@ -21,7 +21,7 @@ import pyspark
 from tests.broker_process import free_port
 from tests.spark_session import prepare_environment
 
-_PATIENCE = 90.0
+_PATIENCE = 240.0
 EXECUTOR = "CoarseGrainedExecutorBackend"
 
 

@@ -563,6 +563,7 @@ def test_every_call_site_was_failed_at_least_once(failures, scale, seed, record_
 _MEMORY = "test_a_start_in_memory_durability_fails_clearly_or_not_at_all"
 _QUARANTINE = "test_a_quarantine_that_cannot_be_written_keeps_nobody_from_the_other_messages"
 _COPIES = "test_a_start_after_a_killed_compaction_fails_clearly_or_not_at_all"
+_HEADERS = "test_a_damaged_header_is_mended_or_reported_again"
 _READERS = "test_a_snapshot_for_readers_fails_clearly_or_is_whole"
 ELSEWHERE = {
     "snapshot.py: disk.replace(os.path.join(target, TRANSIENTS), pack_header(JOURNAL_MAGIC, 0, 0, 0) + bytes(buffer))": (
@@ -586,6 +587,10 @@ ELSEWHERE = {
     "quarantine.py: source.pread(min(length, _MOST_BYTES), offset)": _QUARANTINE,
     "quarantine.py: target.append(data)": _QUARANTINE,
     "reading.py: file.pread(size, offset)": "test_reading.py",
+    "segment.py: file.pwrite(pack_header(INDEX_MAGIC, self.sid, number * self.segment_size, self.segment_size), 0)": (
+        _HEADERS
+    ),
+    "segment.py: file.sync()": _HEADERS,
 }
 # A small run has not all first failures behind which these are reached.
 BEHIND_SOME_FAILURE = {
@@ -724,6 +729,46 @@ def test_a_quarantine_that_cannot_be_written_keeps_nobody_from_the_other_message
             work(disk)
 
     assert reached(fail_each_call(arena, patient_work), _QUARANTINE)
+
+
+@pytest.mark.parametrize("clean", [True, False], ids=["clean", "dirty"])
+@pytest.mark.parametrize("full", [True, False], ids=["with trailer", "without"])
+def test_a_damaged_header_is_mended_or_reported_again(arena, clean, full):
+    """The header of an index segment says nothing that is not known: one start reports it, and mends it."""
+
+    def reports(driver: Driver) -> list[object]:
+        return [line["offset"] for line in driver.open.quarantine.reports if str(line["file"]).endswith(".qi")]
+
+    def work(disk: FaultyDisk, *, sound: bool = True) -> None:
+        witness = Witness()
+        driver = the_run(disk, witness)
+        driver.patient = True
+        driver.start()
+        driver.declare("a")
+        driver.publish("a", [60] * (SETTINGS.segment_entries - (not full)))
+        driver.sync()
+        driver.checkpoint(carry_below=0)
+        path = f"{driver.open.queues['a'].directory}/0.qi"
+        if clean:
+            driver.open.close()
+        else:
+            driver.open.abandon()
+        disk.flip_bit(path, 20)
+        driver.start()
+        assert not sound or reports(driver) == [0]
+        check(driver.open, witness)
+        driver.open.close()
+        driver.start()
+        assert not sound or reports(driver) == []
+        check(driver.open, witness)
+        clean_up(driver)
+
+    def patient_work(disk: FaultyDisk) -> None:
+        with contextlib.suppress(StoreFailedError):
+            work(disk, sound=False)
+
+    work(FaultyDisk(arena / "sound"))
+    assert reached(fail_each_call(arena, patient_work), _HEADERS)
 
 
 _DISK_METHODS = {name for name in vars(Disk) if not name.startswith("_") and name not in ("exists", "is_dir")}

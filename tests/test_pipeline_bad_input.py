@@ -27,7 +27,7 @@ from warren.testing import RunningBroker, running_broker
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-PATIENCE = 120.0
+PATIENCE = 240.0
 
 
 # ---- commands: the message comes before Spark is started ----

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pika.adapters.blocking_connection import BlockingChannel
     from pyspark.sql import DataFrame, SparkSession
 
-PATIENCE = 60
+PATIENCE = 240.0
 SECRET = "a-secret-that-stays-on-the-driver"
 # mapInArrow looks at pandas, though it does not use it.
 pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")

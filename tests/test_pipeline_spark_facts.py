@@ -26,7 +26,7 @@ from tests.spark_session import activate, spark  # noqa: F401
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 
 # Spark's own clients and pandas warn of what is to come; these tests are about something else.
 pytestmark = [

@@ -24,7 +24,7 @@ from warren.pipeline.sink import SinkSettings, WarrenBatchWriter, _Stages
 from warren.testing import RunningBroker, running_broker
 from warren.vhost import stages
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 
 
 def eventually(condition: Callable[[], object]) -> None:

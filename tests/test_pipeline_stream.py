@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
-PATIENCE = 60
+PATIENCE = 240.0
 SECRET = "a-secret-that-stays-on-the-driver"
 SCHEMA = StructType().add("queue", StringType()).add("seq_id", LongType()).add("body", BinaryType())
 OPTIONS = {"queue": "q", "lease": "l", "user": "guest", "password": SECRET}

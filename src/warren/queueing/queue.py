@@ -339,7 +339,7 @@ class Queue:
             self._waiting += 1
             try:
                 while not messages:
-                    left = None if deadline is None else deadline - time.monotonic()
+                    left: float | None = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         break
                     self._arrived.wait(left if left is None else min(left, threading.TIMEOUT_MAX))

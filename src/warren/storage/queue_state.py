@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from warren.kernel.entry import (
     IN_STORE,
@@ -20,23 +20,12 @@ from warren.kernel.entry import (
 )
 from warren.kernel.ranges import RangeSet
 from warren.storage.context import QueueContext
+from warren.storage.nothing import NOTHING
 from warren.storage.queue_index import AckTicket, QueueIndex
 from warren.storage.rates import Rates
 from warren.storage.seq_ids import SeqIds
 
 T = TypeVar("T")
-
-
-class _Nothing(deque[Entry]):
-    """An empty container that stays so."""
-
-    def _refuse(self, *arguments: object) -> NoReturn:
-        raise AssertionError("put into a container of `_filling`, not into the shared empty one")
-
-    append = appendleft = extend = extendleft = insert = _refuse
-
-
-NOTHING: deque[Entry] = _Nothing()
 
 
 class QueueState:

@@ -108,6 +108,7 @@ class ScannedSegment:
     live_bytes: int  # bodies of the live slots
     refs: list[tuple[int, bytes]]  # slot and msg_id of live slots that refer to the message store
     counts: dict[int, int]  # slot -> delivery count
+    bad_header: bool
     damage: list[tuple[str, int, int, int, str]] = field(default_factory=list)  # as for `Report`
 
 
@@ -128,7 +129,7 @@ def scan_segment(disk: Disk, scan: SegmentScan) -> ScannedSegment:
         if segment.kill(first - base, length, []):
             segment.shadowed = True
     refs = [(slot, msg_id) for slot, msg_id in found.refs if segment.is_live(slot)]
-    return ScannedSegment(segment, found.live_bytes(), refs, found.counts, damage)
+    return ScannedSegment(segment, found.live_bytes(), refs, found.counts, found.bad_header, damage)
 
 
 @dataclass(slots=True)
@@ -185,6 +186,8 @@ def recover_stream(
         if segment.empty and not segment.unsaved:
             dead.append(segment.number)
             continue
+        if found.bad_header:
+            index.files.mend_header(segment.number)
         total += found.live_bytes
         index.segments[segment.number] = segment
         index.shadowed = index.shadowed or segment.shadowed

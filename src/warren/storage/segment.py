@@ -31,7 +31,7 @@ from warren.storage.layout import (
     pack_header,
     unpack_header,
 )
-from warren.storage.reading import open_to_read, read_whole
+from warren.storage.reading import open_to_read, read_around, read_whole
 
 # magic, number of entries, LSN, length of the entries, CRC of sid, these 20 bytes and the entries
 _BATCH = struct.Struct("<4sIQII")
@@ -115,6 +115,7 @@ class FoundSegment(NamedTuple):
     slots: bytes | None  # None: the trailer spoke for them
     refs: list[tuple[int, bytes]]  # slot and msg_id of what refers to the message store; perhaps acked
     counts: dict[int, int]  # slot -> delivery count
+    bad_header: bool = False
 
     def live_bytes(self) -> int:
         """Body bytes of the live slots."""
@@ -281,6 +282,17 @@ class SegmentFiles:
             file.close()
         if unpack_header(INDEX_MAGIC, data, path) is None:
             report(path, 0, len(data), -1, _BAD_HEADER)
+            self.mend_header(number)
+
+    def mend_header(self, number: int) -> None:
+        """All that a header says is known, so it is written again, and no later start has to report it. Best effort."""
+        with contextlib.suppress(OSError):
+            file, _ = self.open_append(number, "qi", INDEX_MAGIC)
+            try:
+                file.pwrite(pack_header(INDEX_MAGIC, self.sid, number * self.segment_size, self.segment_size), 0)
+                file.sync()
+            finally:
+                file.close()
 
     # -- recovery ----------------------------------------------------------------------------------------------------
 
@@ -301,7 +313,8 @@ class SegmentFiles:
                 return self._with_bodies(FoundSegment(segment, None, [], {}))
         path = self.path(number, "qi")
         data = read_whole(self._disk, path)
-        if unpack_header(INDEX_MAGIC, data, path) is None and any(data[:HEADER_BYTES]):
+        bad_header = unpack_header(INDEX_MAGIC, data, path) is None
+        if bad_header and any(data[:HEADER_BYTES]):
             report(path, 0, min(len(data), HEADER_BYTES), -1, _BAD_HEADER)
         slots = data[HEADER_BYTES : HEADER_BYTES + self.segment_size * SLOT_BYTES]
         slots = slots[: len(slots) // SLOT_BYTES * SLOT_BYTES]
@@ -317,7 +330,7 @@ class SegmentFiles:
         acks, counts = self.read_ack_batches(number, report)
         for i in range(0, len(acks), 2):
             segment.kill(acks[i], acks[i + 1], [])
-        return self._with_bodies(FoundSegment(segment, slots, refs, counts))
+        return self._with_bodies(FoundSegment(segment, slots, refs, counts, bad_header))
 
     def _with_bodies(self, found: FoundSegment) -> FoundSegment:
         segment = found.segment
@@ -357,10 +370,13 @@ class SegmentFiles:
         return crc32c(head, crc32c(struct.pack("<Q", self.sid)))
 
     def read_trailer(self, number: int) -> Trailer | None:
-        """Of a segment that is whole, as far as its trailer knows."""
-        file = open_to_read(self._disk, self.path(number, "qi"))
+        """Of a segment that is whole, as far as its header and its trailer know."""
+        path = self.path(number, "qi")
+        file = open_to_read(self._disk, path)
         try:
             if file.size < self._slots_end + _TRAILER.size:
+                return None
+            if unpack_header(INDEX_MAGIC, read_around(file, HEADER_BYTES, 0), path) is None:
                 return None
             return self.parse_trailer(file.pread(_TRAILER.size, self._slots_end))
         finally:

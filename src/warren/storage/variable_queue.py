@@ -49,9 +49,9 @@ from warren.kernel.journal_codec import PURGE
 from warren.kernel.overlay import LIVE
 from warren.kernel.ranges import RangeSet
 from warren.storage.layout import pairs_of
+from warren.storage.nothing import NOTHING
 from warren.storage.payload import join_payload
 from warren.storage.pending_acks import PendingAcks
-from warren.storage.queue_state import NOTHING
 
 T = TypeVar("T")
 _by_seq = attrgetter("seq")
