@@ -22,6 +22,7 @@ LOGIC = [
     "storage/seq_ids.py",
     "storage/rates.py",
     "storage/journal.py",
+    "storage/committer.py",
     "queueing/limits.py",
     "queueing/queue.py",
 ]

@@ -362,6 +362,10 @@ class FaultyFile(DiskFile):
                 raise _error(errno.EINVAL, self.path)
             return self._inode.live.read(count, offset)
 
+    def pwrite_and_sync(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        self.pwrite(data, offset)
+        self.sync()
+
     def sync(self) -> None:
         disk = self._disk
         with disk._lock:

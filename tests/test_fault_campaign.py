@@ -772,7 +772,7 @@ def test_a_damaged_header_is_mended_or_reported_again(arena, clean, full):
 
 
 _DISK_METHODS = {name for name in vars(Disk) if not name.startswith("_") and name not in ("exists", "is_dir")}
-_FILE_METHODS = {"append", "pwrite", "pread", "sync", "reserve"}
+_FILE_METHODS = {"append", "pwrite", "pwrite_and_sync", "pread", "sync", "reserve"}
 _FILES = {"file", "handle", "reader", "source", "target", "log"}
 _NOT_FILES = {"message_store.py: file.sync()", "compaction.py: target.sync()"}  # a DataFile, whose handle is a file
 

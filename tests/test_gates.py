@@ -1,7 +1,8 @@
-"""Gates let as many threads through as they were opened for; group commit stands on them."""
+"""Gates let their threads through, one after the other, and nobody is forgotten; group commit stands on them."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,27 +10,66 @@ import threading
 import pytest
 
 import warren
-from warren.kernel.gates import Gate, open_gates
+from warren.kernel.gates import Gate, open_gates, write_and_sync
 
 
-def test_each_opening_lets_one_thread_through():
-    gate = Gate()
-    passed = threading.Semaphore(0)
+def through(gates: list[Gate], passed: list[Gate]) -> list[threading.Thread]:
+    """Threads that wait at a gate each and write down that they are through."""
 
-    def walk() -> None:
+    def walk(gate: Gate) -> None:
         gate.wait()
-        passed.release()
+        passed.append(gate)
 
-    threads = [threading.Thread(target=walk) for _ in range(3)]
+    threads = [threading.Thread(target=walk, args=(gate,)) for gate in gates]
     for thread in threads:
         thread.start()
-    open_gates([gate, gate])
-    assert passed.acquire(timeout=60)
-    assert passed.acquire(timeout=60)
-    assert not passed.acquire(blocking=False)
-    open_gates([gate])
+    return threads
+
+
+def finished(threads: list[threading.Thread]) -> bool:
     for thread in threads:
-        thread.join()
+        thread.join(60)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_a_gate_lets_its_thread_through_and_no_other():
+    gates = [Gate() for _ in range(5)]
+    passed: list[Gate] = []
+    threads = through(gates, passed)
+    open_gates(gates[:2])
+    assert finished(threads[:2])
+    assert set(passed) == set(gates[:2])
+    open_gates(gates[2:4], first=gates[4])
+    assert finished(threads)
+
+
+def test_nobody_waits_for_a_thread_that_went_away_with_its_turn():
+    """The one that is through does something else, and does not come back to a gate."""
+    go = threading.Event()
+    busy, gate = Gate(), Gate()
+
+    def walk_and_stay() -> None:
+        busy.wait()
+        go.wait(60)
+
+    stays = threading.Thread(target=walk_and_stay)
+    stays.start()
+    passed: list[Gate] = []
+    threads = through([gate], passed)
+    open_gates([busy, gate])
+    assert finished(threads)
+    assert stays.is_alive()
+    go.set()
+    assert finished([stays])
+
+
+def test_a_gate_is_opened_once():
+    gate = Gate()
+    open_gates([gate, gate], first=gate)
+    gate.wait()
+    following = Gate()
+    open_gates([following])
+    following.wait()
 
 
 def test_a_gate_that_was_opened_before_does_not_hold_anybody():
@@ -50,15 +90,15 @@ import warren
 from warren.storage import disk
 
 entered, go = threading.Event(), threading.Event()
-real = disk.DiskFile.sync
+real = disk.DiskFile.pwrite_and_sync
 
-def slow(self):
+def slow(self, data, offset):
     if threading.current_thread().name == "leader" and not go.is_set():
         entered.set()
         go.wait()
-    real(self)
+    real(self, data, offset)
 
-disk.DiskFile.sync = slow
+disk.DiskFile.pwrite_and_sync = slow
 with warren.open(sys.argv[1], durability="fsync") as store:
     queue = store.queue("q")
     queue.publish(b"first")
@@ -86,6 +126,105 @@ def test_ctrl_c_while_waiting_for_a_commit_leaves_a_store_that_works(tmp_path):
     assert done.returncode == 0
     with warren.open(tmp_path) as store:
         assert [message.body for message in store.queue("q").get_many(5)] == [b"first", b"second"]
+
+
+_IN_LINE = """
+import os, signal, threading
+from warren.kernel.gates import Gate, open_gates
+
+# Main waits in the middle of a line; others come and go at full speed; a signal takes it out, again and again.
+class Out(Exception):
+    pass
+
+def leave(*_):
+    raise Out
+
+signal.signal(signal.SIGUSR1, leave)
+out = through = 0
+stop = threading.Event()
+
+def churn():
+    while not stop.is_set():
+        gate = Gate()
+        waiting.append(gate)
+        gate.wait()
+
+def opener():
+    while not stop.is_set() or waiting:
+        batch = [waiting.pop() for _ in range(min(len(waiting), 5))]
+        open_gates(batch)
+
+waiting = []
+threads = [threading.Thread(target=churn) for _ in range(6)]
+opens = threading.Thread(target=opener)
+for thread in [*threads, opens]:
+    thread.start()
+for n in range(400):
+    gate = Gate()
+    timer = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1))
+    try:
+        timer.start()
+        if n % 2:
+            waiting.insert(0, gate)
+        gate.wait()
+        through += 1
+        while True:
+            signal.pause()
+    except Out:
+        out += 1
+        if gate in waiting:
+            waiting.remove(gate)
+    timer.join()
+stop.set()
+for thread in [*threads, opens]:
+    thread.join(60)
+print(out, any(thread.is_alive() for thread in [*threads, opens]))
+"""
+
+
+def test_who_is_called_away_by_a_signal_holds_up_nobody():
+    done = subprocess.run([sys.executable, "-c", _IN_LINE], capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.split() == ["400", "False"], done.stderr
+
+
+def test_the_child_of_a_fork_starts_with_an_empty_line():
+    script = """
+import os, threading
+from warren.kernel.gates import Gate, open_gates
+shut = [Gate() for _ in range(8)]
+for gate in shut:
+    threading.Thread(target=gate.wait, daemon=True).start()
+child = os.fork()
+if not child:
+    gate = Gate()
+    open_gates([gate])
+    gate.wait()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+open_gates(shut)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["7"], done.stderr
+
+
+def test_a_write_that_cannot_be_done_is_an_error_and_gives_the_turn_on(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            write_and_sync(fd, b"x", 0)
+    finally:
+        os.close(fd)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        write_and_sync(fd, memoryview(b"hello"), 3)
+    finally:
+        os.close(fd)
+    assert path.read_bytes() == b"\0\0\0hello"
+    gate = Gate()
+    open_gates([gate])
+    gate.wait()
 
 
 def test_sixty_four_threads_are_all_told(tmp_path):

@@ -177,12 +177,12 @@ class SlowFile(DiskFile):
         super().__init__(file.path, file._fd)
         self.disk = disk
 
-    def sync(self) -> None:
+    def pwrite_and_sync(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         if self.disk.armed:
             self.disk.armed = False
             self.disk.reached.set()
             assert self.disk.go_on.wait(60)
-        super().sync()
+        super().pwrite_and_sync(data, offset)
 
 
 def test_who_holds_everything_off_waits_for_the_commit_under_way_and_hands_on_the_lead(tmp_path):

@@ -46,7 +46,12 @@ class Delivery:
 _D = TypeVar("_D", bound=Delivery)
 
 def make_entries(
-    bodies: Iterable[bytes], head: bytes, first_seq: int, flags: int, published_at: int, expiry: int
+    bodies: Iterable[bytes | bytearray | memoryview],
+    head: bytes,
+    first_seq: int,
+    flags: int,
+    published_at: int,
+    expiry: int,
 ) -> tuple[list[Entry], int]: ...
 def number_entries(entries: list[Entry], first_seq: int, level: int) -> None: ...
 def pop_left(source: deque[Entry], count: int) -> list[Entry]: ...

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from warren.errors import (
     DiskFullError,
@@ -34,6 +34,8 @@ _BROWSE_BATCH = 256
 UNNUMBERED = (1 << 64) - 1  # the seq_id of an entry that has none yet
 _by_seq = attrgetter("seq")
 T = TypeVar("T")
+Body: TypeAlias = bytes | bytearray | memoryview
+Checked: TypeAlias = T | Any  # by us: compiled code would refuse another type before we can say what is wrong
 
 
 def check_timeout(timeout: object) -> None:
@@ -86,12 +88,12 @@ class Queue:
 
     def publish(
         self,
-        body: bytes,
+        body: Body,
         *,
-        persistent: bool = True,
-        headers: dict[str, Any] | None = None,
-        priority: int | None = None,
-        expiration_ms: int | None = None,
+        persistent: Checked[bool] = True,
+        headers: Checked[dict[str, Any] | None] = None,
+        priority: Checked[int | None] = None,
+        expiration_ms: Checked[int | None] = None,
         **properties: Any,
     ) -> int:
         """Put a message at the tail and return its seq_id. It is safe once `Store.sync` has returned.
@@ -103,12 +105,12 @@ class Queue:
 
     def publish_many(
         self,
-        bodies: Iterable[bytes],
+        bodies: Iterable[Body],
         *,
-        persistent: bool = True,
-        headers: dict[str, Any] | None = None,
-        priority: int | None = None,
-        expiration_ms: int | None = None,
+        persistent: Checked[bool] = True,
+        headers: Checked[dict[str, Any] | None] = None,
+        priority: Checked[int | None] = None,
+        expiration_ms: Checked[int | None] = None,
         **properties: Any,
     ) -> range:
         """Put many messages with the same properties; the fast way. Returns their seq_ids, which are consecutive."""
@@ -123,10 +125,10 @@ class Queue:
 
     def head_for(
         self,
-        persistent: bool,
-        headers: dict[str, Any] | None,
-        priority: int | None,
-        expiration_ms: int | None,
+        persistent: Checked[bool],
+        headers: Checked[dict[str, Any] | None],
+        priority: Checked[int | None],
+        expiration_ms: Checked[int | None],
         properties: dict[str, Any],
     ) -> bytes:
         """The stored head of a message to this queue. Raises InvalidArgumentError for what AMQP cannot carry."""
@@ -150,7 +152,7 @@ class Queue:
             raise InvalidArgumentError(str(error)) from None
 
     def _publish(
-        self, bodies: Sequence[bytes], head: bytes, persistent: bool, priority: int | None, expiration_ms: int | None
+        self, bodies: Sequence[Body], head: bytes, persistent: bool, priority: int | None, expiration_ms: int | None
     ) -> int:
         now = time.time_ns() // 1000
         expiry = self._limits.expiry(now, expiration_ms) if self._has_ttl or expiration_ms is not None else 0
@@ -194,7 +196,7 @@ class Queue:
         self._limits.check_room(self._backing, count, sum(entry.body_size for entry in entries))
 
     def entry_for(
-        self, body: bytes, head: bytes, persistent: bool, priority: int | None, expiration_ms: int | None
+        self, body: Body, head: bytes, persistent: bool, priority: int | None, expiration_ms: int | None
     ) -> Entry:
         """An entry without a seq_id yet, for a transaction."""
         now = time.time_ns() // 1000

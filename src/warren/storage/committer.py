@@ -267,10 +267,11 @@ class Committer:
                     left.append(waiter)
             self._waiters = left[1:]
             self._leader = bool(left)
+            leader = None
             if left:
                 left[0].lead = True
-                done.insert(0, left[0].gate)
-        open_gates(done)
+                leader = left[0].gate
+        open_gates(done, leader)
 
     def _withdraw(self, waiter: _Waiter) -> None:
         """A thread does not wait any longer."""

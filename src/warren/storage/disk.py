@@ -19,6 +19,8 @@ import ctypes.util
 import os
 from collections.abc import Iterator
 
+from warren.kernel.gates import write_and_sync
+
 _libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
 
 
@@ -55,6 +57,11 @@ class DiskFile:
             offset += written
         if offset > self.size:
             self.size = offset
+
+    def pwrite_and_sync(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        """`pwrite` and `sync`, for who has many threads waiting."""
+        write_and_sync(self._fd, data, offset)
+        self.size = max(self.size, offset + len(data))
 
     def pread(self, count: int, offset: int) -> bytes:
         """Up to `count` bytes at `offset`; fewer only at the end of the file."""

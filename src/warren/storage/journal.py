@@ -145,11 +145,12 @@ class Journal:
             self._open_next(block.file)
         file = self._file
         assert file is not None
-        file.pwrite(memoryview(block), block.base)
-        if self._sync:
-            file.sync()
-            if fresh or block.base == HEADER_BYTES:
-                self._disk.sync_dir(self._directory)
+        if not self._sync:
+            file.pwrite(memoryview(block), block.base)
+            return
+        file.pwrite_and_sync(memoryview(block), block.base)
+        if fresh or block.base == HEADER_BYTES:
+            self._disk.sync_dir(self._directory)
 
     def _open_next(self, number: int) -> None:
         if self._file is not None:
