@@ -41,6 +41,9 @@ def scratch() -> Iterator[str]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+_PEERS = ("persist-queue", "litequeue", "diskcache", "sqlite", "pika")
+
+
 def median(values: list[float]) -> float:
     return statistics.median(values)
 
@@ -98,7 +101,7 @@ def write_report(rows: list[Row], command: str, repeat: int, p50: float, p99: fl
     stem = f"{time.strftime('%Y-%m-%d')}-{commit()}"
     void = " **The run is void: fdatasync below 50 us.**" if p50 < 50 else ""
     lines = [
-        f"# Storage, {time.strftime('%Y-%m-%d')}, commit {commit()}",
+        f"# Measurements, {time.strftime('%Y-%m-%d')}, commit {commit()}",
         "",
         f"`{command}`; median of {repeat}; {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"{filesystem()}; fdatasync p50 {p50:.0f} us, p99 {p99:.0f} us in the same run.{void}",
@@ -121,6 +124,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
     drawn = [row for row in rows if row.values]
     if not drawn:
@@ -130,13 +134,14 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(height, columns, figsize=(13, 2.6 * height), squeeze=False)
     for axis, row in zip(axes.flat, drawn, strict=False):
         labels = list(row.values)
-        colors = ["#c2410c" if "warren" in label.lower() else "#94a3b8" for label in labels]
+        colors = ["#94a3b8" if label.lower().startswith(_PEERS) else "#c2410c" for label in labels]
         axis.barh(labels, list(row.values.values()), color=colors)
         axis.invert_yaxis()
         axis.set_title(row.name, fontsize=9, loc="left")
         axis.tick_params(labelsize=8)
         for place, value in enumerate(row.values.values()):
-            axis.text(value, place, f" {value:,.4g}", va="center", fontsize=7)
+            axis.text(value, place, f" {value:,.0f}" if value >= 100 else f" {value:.3g}", va="center", fontsize=7)
+        axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axis.margins(x=0.18)
     for axis in list(axes.flat)[len(drawn) :]:
         axis.axis("off")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
+from types import SimpleNamespace
 
 import pika
 import pytest
 
 from tests.broker_clients import eventually
 from warren.errors import DiskFullError
+from warren.kernel.entry import Entry, make_entries
+from warren.queueing.arrival import Arrival
 from warren.storage.disk import Disk
 from warren.storage.journal import JournalCommit
 from warren.testing import running_broker
+from warren.vhost.arrivals import Arrivals
+from warren.vhost.commits import Commits
 
 QUEUES = ("a", "b", "c")
 
@@ -187,3 +193,60 @@ def test_a_vhost_that_is_opened_on_a_full_disk_says_so(tmp_path, monkeypatch):
             assert running.call(lambda: vhost.alarms) == {"disk reserve"}
             full.setattr(Disk, "free_bytes", free_bytes)
             eventually(lambda: running.call(lambda: not vhost.alarms))
+
+
+def test_a_batch_that_a_full_disk_stopped_before_a_delayed_exchange_goes_on_where_it_was():
+    class Delayed:
+        """Takes one message before its disk is full, once."""
+
+        def __init__(self) -> None:
+            self.bodies: list[bytes] = []
+            self.was_full = False
+
+        def add(self, entry: Entry, due: int) -> bool:
+            if self.bodies and not self.was_full:
+                self.was_full = True
+                raise DiskFullError("the disk is full, says the test")
+            self.bodies.append(entry.body)
+            return True
+
+    delayed = Delayed()
+    vhost = SimpleNamespace(delayed={"later": delayed}, queues={}, wake=lambda: None)
+    arrivals = Arrivals(vhost)  # type: ignore[arg-type]
+    entries, _ = make_entries([b"1", b"2", b"3"], b"\0\0\0\0", 0, 0, 0, 0)
+    arrival = Arrival(entries, (), False)
+    arrival.waits.append("later")
+    with pytest.raises(DiskFullError):
+        arrivals.arrive(arrival)
+    arrivals.arrive(arrival)
+    assert delayed.bodies == [b"1", b"2", b"3"]
+    assert not arrival.rejected
+    assert arrival.journaled
+
+
+def test_commits_that_have_no_room_are_tried_again_now_and_then_however_often_they_are_woken():
+    class Committer:
+        full = False
+        full_changed = None
+        tries = 0
+
+        def sync(self) -> None:
+            self.tries += 1
+            raise DiskFullError("the disk is full, says the test")
+
+    committer = Committer()
+    store = SimpleNamespace(
+        lock=threading.RLock(), committer=committer, durability="fsync", vhost="/", checkpoint_due=lambda: False
+    )
+    loop = asyncio.new_event_loop()
+    try:
+        commits = Commits(store, loop, failed=lambda error: None)  # type: ignore[arg-type]
+        commits.wake()
+        eventually(lambda: committer.tries > 0)
+        commits._event.set()  # as by somebody who came while it waits for room
+        tried = committer.tries
+        eventually(lambda: committer.tries > tried + 1)
+        assert committer.tries < tried + 1000, "it spins"
+        commits.stop()
+    finally:
+        loop.close()

@@ -63,6 +63,17 @@ def test_nobody_waits_for_a_thread_that_went_away_with_its_turn():
     assert finished([stays])
 
 
+def test_a_gate_whose_thread_never_came_holds_up_nobody():
+    """Ctrl-C may call a thread away when others know its gate already."""
+    lonely, gate = Gate(), Gate()
+    passed: list[Gate] = []
+    threads = through([gate], passed)
+    open_gates([lonely, gate])
+    assert not passed
+    del lonely
+    assert finished(threads)
+
+
 def test_a_gate_is_opened_once():
     gate = Gate()
     open_gates([gate, gate], first=gate)

@@ -13,7 +13,6 @@ go to sleep again for it: with 64 of them that is most of the cost of a group co
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetFromErrno
-from libc.errno cimport EINTR, errno
 
 
 cdef extern from "turnstile.h" nogil:
@@ -43,6 +42,7 @@ cdef class Gate:
         gate_init(&self._gate)
 
     def __dealloc__(self):
+        gate_leave(&self._gate)  # its thread may have been called away before it came here
         gate_destroy(&self._gate)
 
     def wait(self):
@@ -54,12 +54,11 @@ cdef class Gate:
                 failed = gate_wait(&self._gate)
             if not failed:
                 return
-            if errno == EINTR:
-                try:
-                    PyErr_CheckSignals()
-                except BaseException:
-                    gate_leave(&self._gate)
-                    raise
+            try:
+                PyErr_CheckSignals()
+            except BaseException:
+                gate_leave(&self._gate)
+                raise
 
 
 def open_gates(list gates not None, Gate first=None):

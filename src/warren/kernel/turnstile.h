@@ -16,12 +16,13 @@
 #define LOOKS 64      /* between two looks at the clock */
 #define MOST_AWAKE 2  /* one that watches, one that comes after it */
 
-enum { SHUT, OPEN, AWAKE, LEFT };
+enum { SHUT, OPEN, AWAKE, THROUGH };
 
 typedef struct gate_t {
     sem_t woken;
     struct gate_t *next; /* of the line of open gates */
     int state;
+    unsigned era;
 } gate_t;
 
 /* One for the process, as there is one GIL. */
@@ -31,6 +32,7 @@ static struct {
     int awake;            /* threads that were woken and are not through */
     _Atomic uintptr_t owner; /* the thread that has the turn; 0: none */
     atomic_int urgent;       /* threads that go before those at gates */
+    unsigned era;            /* one more with each fork: gates of before are of threads that are not here */
 } turnstile = {.lock = ATOMIC_FLAG_INIT};
 
 static uintptr_t this_thread(void) { return (uintptr_t)pthread_self(); }
@@ -61,6 +63,7 @@ static uint64_t now_ns(void) {
 /* In the child of a fork there is no other thread. */
 static void forget_threads(void) {
     unlock();
+    turnstile.era++;
     turnstile.first = turnstile.last = NULL;
     turnstile.awake = 0;
     atomic_store(&turnstile.owner, 0);
@@ -73,6 +76,7 @@ static void gate_init(gate_t *gate) {
     sem_init(&gate->woken, 0, 0);
     gate->next = NULL;
     gate->state = SHUT;
+    gate->era = turnstile.era;
 }
 
 static void gate_destroy(gate_t *gate) { sem_destroy(&gate->woken); }
@@ -95,7 +99,7 @@ static void wake(gate_t *gate) {
 
 static void gate_open(gate_t *gate, int at_front) {
     lock();
-    if (gate->state == SHUT) {
+    if (gate->state == SHUT && gate->era == turnstile.era) {
         gate_t **link = at_front || turnstile.last == NULL ? &turnstile.first : &turnstile.last->next;
         gate->state = OPEN;
         gate->next = *link;
@@ -148,9 +152,10 @@ static void take_turn(void) {
 }
 
 /* A thread that was awake is through, or goes away: another one has to be awake. */
-static void pass_on(int has_turn) {
+static void pass_on(gate_t *passed, int has_turn) {
     lock();
     if (has_turn) set_owner(this_thread());
+    passed->state = THROUGH;
     turnstile.awake--;
     gate_t *gate = take_first(1);
     unlock();
@@ -162,11 +167,13 @@ static int gate_wait(gate_t *gate) {
     give_turn();
     if (sem_wait(&gate->woken)) return -1;
     await_turn(0);
-    pass_on(1);
+    pass_on(gate, 1);
     return 0;
 }
 
+/* Nobody waits at the gate any more. */
 static void gate_leave(gate_t *gate) {
+    if (gate->era != turnstile.era) return;
     lock();
     int state = gate->state;
     if (state == OPEN) {
@@ -178,11 +185,11 @@ static void gate_leave(gate_t *gate) {
         *link = gate->next;
         if (turnstile.last == gate) turnstile.last = before;
     }
-    gate->state = LEFT;
+    if (state != AWAKE) gate->state = THROUGH;
     unlock();
     if (state != AWAKE) return;
     while (sem_wait(&gate->woken)) continue; /* whoever took it from the line is about to wake it */
-    pass_on(0);
+    pass_on(gate, 0);
 }
 
 /* All of `data`, and a sync, with the turn given meanwhile. 0, or -1 with errno. */

@@ -16,6 +16,7 @@ class Arrival:
         "delay_ms",
         "done",
         "entries",
+        "held",
         "journaled",
         "mandatory",
         "names",
@@ -31,6 +32,7 @@ class Arrival:
         self.names = names  # queues
         self.mandatory = mandatory
         self.waits: list[str] = []  # delayed exchanges that hold it, and have not got it yet
+        self.held = 0  # entries that the last of these has got
         self.delay_ms = 0
         self.producer: str | None = None  # numbers what it publishes
         self.publishing_id = 0

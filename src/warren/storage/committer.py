@@ -148,17 +148,16 @@ class Committer:
                 lsn = self._journal.appended_lsn
             if self._journal.synced_lsn >= lsn and not self._sync_store:
                 return
-            if not self._leader:
-                self._leader = True
-                waiter = None
-            else:
-                waiter = _Waiter(lsn)
+            lead = not self._leader
+            self._leader = True
+            waiter = None if lead else _Waiter(lsn)
+            if waiter is not None:
                 self._waiters.append(waiter)
         if waiter is not None:
             self._wait(waiter)
-            if not waiter.lead:
-                return
-        self._lead()
+            lead = waiter.lead
+        if lead:
+            self._lead()
 
     @contextlib.contextmanager
     def sync_and_hold(self) -> Iterator[None]:

@@ -80,13 +80,16 @@ class Arrivals:
         if delayed is None:
             return
         due = time.time_ns() // 1000 + arrival.delay_ms * 1000
-        for copy in copy_entries(arrival.entries):
+        while arrival.held < len(arrival.entries):
+            entry = arrival.entries[arrival.held]
             try:
-                if delayed.add(copy, due):
+                if delayed.add(copy_entries([entry])[0], due):
                     arrival.journaled = True
                     self._vhost.wake()
             except QueueCrashed:
-                arrival.rejected += arrival.entries
+                arrival.rejected.append(entry)
+            arrival.held += 1
+        arrival.held = 0
 
     def _copy_to(self, queue: QueueProcess, arrival: Arrival) -> None:
         copies = copy_entries(arrival.entries) if len(arrival.names) > 1 else arrival.entries

@@ -51,7 +51,7 @@ class Commits:
         self._waiting: list[tuple[Waiter, int]] = []
         self._event = threading.Event()
         self._awake = False
-        self._stopping = False
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         with store.lock:
             store.committer.full_changed = partial(self._tell, full)
@@ -85,7 +85,7 @@ class Commits:
 
     def stop(self) -> None:
         """After a last commit. Called off the loop, or when the loop has nothing more to append."""
-        self._stopping = True
+        self._stopping.set()
         self._event.set()
         if self._thread is not None:
             self._thread.join()
@@ -100,12 +100,12 @@ class Commits:
             try:
                 self._commit()
             except WarrenError as error:
-                if not self._stopping:
+                if not self._stopping.is_set():
                     self._tell(self._failed, error)
                 return
             if waiting:
                 self._tell(self._done, dict(waiting))
-            if self._stopping and not self._waiting:
+            if self._stopping.is_set() and not self._waiting:
                 return
 
     def _commit(self) -> None:
@@ -114,9 +114,8 @@ class Commits:
                 self._store.committer.sync()
                 break
             except DiskFullError:
-                if self._stopping:
+                if self._stopping.wait(_FULL_RETRY_SECONDS):
                     raise
-                self._event.wait(_FULL_RETRY_SECONDS)
         if self._store.checkpoint_due():
             self._store.wake()
 
