@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 _EXAMPLES_FULL = 1000
 
 
+_SEED = "WARREN_TEST_SEED"
+
+
 @dataclass(frozen=True)
 class Scale:
     """How big the run is."""
@@ -72,7 +75,8 @@ def seed(request: pytest.FixtureRequest, record_property) -> int:
 def pytest_configure(config: pytest.Config) -> None:
     # Before Hypothesis' own pytest_configure, which reads it.
     if config.option.hypothesis_seed is None:
-        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+        # By the environment: the processes of a parallel run have the seed that its first lines tell.
+        config.option.hypothesis_seed = os.environ.setdefault(_SEED, str(random.SystemRandom().randrange(2**32)))
     scale = _scale_of_run()
     # No deadline: a busy machine is no failure, and pytest-timeout ends what hangs.
     hypothesis.settings.register_profile(

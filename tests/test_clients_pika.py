@@ -220,6 +220,25 @@ def test_global_prefetch_counts_all_queues_of_the_channel(channel, q):
     pump(channel.connection, lambda: len(inbox) == 4)
 
 
+@pytest.mark.parametrize("settle_all", ["ack", "nack", "recover"])
+def test_global_prefetch_holds_when_messages_of_a_consumer_and_of_get_are_settled_together(channel, q, settle_all):
+    publish(channel, q, *(b"%d" % number for number in range(20)))
+    inbox = Inbox()
+    channel.basic_qos(prefetch_count=3, global_qos=True)
+    channel.basic_consume(q, inbox)
+    settle(channel)
+    tags = [channel.basic_get(q)[0].delivery_tag for _ in range(2)]
+    assert (len(inbox), tags) == (3, [4, 5])
+    if settle_all == "ack":
+        channel.basic_ack(5, multiple=True)
+    elif settle_all == "nack":
+        channel.basic_nack(5, multiple=True)
+    else:
+        channel.basic_recover(requeue=True)
+    settle(channel)
+    assert len(inbox) == 6
+
+
 def test_a_consumer_without_acks_ignores_prefetch(channel, q):
     publish(channel, q, *(b"%d" % number for number in range(10)))
     inbox = Inbox()

@@ -394,6 +394,7 @@ class Channel(Declarations):
                 self.transaction.settle(ack >> 1, bool(ack & 1), "ack", (60, 80))
             return
         groups, unknown = self.unacked.ack_all(acks)
+        self._forget_gotten(groups)
         for queue, consumer, seqs in groups:
             self._settle(queue, consumer, seqs, "ack")
         self._made_room()
@@ -405,7 +406,13 @@ class Channel(Declarations):
         taken = self.unacked.ack(tag, multiple)
         if taken is None:
             raise AmqpError(406, f"unknown delivery tag {tag}", *ids)
+        self._forget_gotten(taken)
         return taken
+
+    def _forget_gotten(self, taken: list[tuple[int, int, list[int]]]) -> None:
+        """All at once: the settlement of the first of them already makes room, and `room` counts what is left."""
+        if self._gotten:
+            self._gotten -= sum(len(seqs) for _, consumer, seqs in taken if not consumer)
 
     def settle_tag(self, tag: int, multiple: bool, how: str) -> None:
         taken = self._take(tag, multiple)
@@ -422,8 +429,6 @@ class Channel(Declarations):
         for queue, consumer, seqs in groups:
             merged.setdefault((queue, consumer), []).extend(seqs)
         for queue, consumer in sorted(merged, key=lambda key: (key[0], self._tag_of(key[1]))):
-            if not consumer:
-                self._gotten -= len(merged[queue, consumer])
             owner, receiver = self._queues[queue], self._consumers[consumer]
             if owner is None:
                 continue
@@ -438,8 +443,6 @@ class Channel(Declarations):
 
     def _settle(self, queue: int, consumer: int, seqs: list[int], how: str) -> None:
         owner = self._queues[queue]
-        if not consumer:
-            self._gotten -= len(seqs)
         if owner is None:
             return
         # What a queue that failed has forgotten comes again, as redelivered; settlements of other queues go on.
@@ -495,7 +498,9 @@ class Channel(Declarations):
                 if tag not in self.transaction.settled:
                     self.settle_tag(tag, False, "requeue")
             return
-        self._requeue(self.unacked.drain())
+        taken = self.unacked.drain()
+        self._gotten = 0
+        self._requeue(taken)
         self._made_room()
 
     # -- consuming ---------------------------------------------------------------------------------------------------

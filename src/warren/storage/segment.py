@@ -164,8 +164,9 @@ class SegmentFiles:
         if file.links() == 1:
             if file.size >= HEADER_BYTES:
                 return file, False
+            # The disk was full when it was made: nobody was told of the name, so no sync has made it safe yet.
             file.pwrite(pack_header(magic, self.sid, number * self.segment_size, self.segment_size), 0)
-            return file, False
+            return file, True
         data = file.pread(file.size, 0)
         file.close()
         self._disk.replace(path, data)
