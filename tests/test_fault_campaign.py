@@ -564,6 +564,7 @@ _MEMORY = "test_a_start_in_memory_durability_fails_clearly_or_not_at_all"
 _QUARANTINE = "test_a_quarantine_that_cannot_be_written_keeps_nobody_from_the_other_messages"
 _COPIES = "test_a_start_after_a_killed_compaction_fails_clearly_or_not_at_all"
 _HEADERS = "test_a_damaged_header_is_mended_or_reported_again"
+_OS = "test_a_write_that_fails_in_os_durability_fails_the_store"
 _READERS = "test_a_snapshot_for_readers_fails_clearly_or_is_whole"
 ELSEWHERE = {
     "snapshot.py: disk.replace(os.path.join(target, TRANSIENTS), pack_header(JOURNAL_MAGIC, 0, 0, 0) + bytes(buffer))": (
@@ -586,6 +587,7 @@ ELSEWHERE = {
     "quarantine.py: self._disk.open_read(path)": _QUARANTINE,
     "quarantine.py: source.pread(min(length, _MOST_BYTES), offset)": _QUARANTINE,
     "quarantine.py: target.append(data)": _QUARANTINE,
+    "journal.py: file.pwrite(memoryview(block), block.base)": _OS,
     "reading.py: file.pread(size, offset)": "test_reading.py",
     "segment.py: file.pwrite(pack_header(INDEX_MAGIC, self.sid, number * self.segment_size, self.segment_size), 0)": (
         _HEADERS
@@ -729,6 +731,22 @@ def test_a_quarantine_that_cannot_be_written_keeps_nobody_from_the_other_message
             work(disk)
 
     assert reached(fail_each_call(arena, patient_work), _QUARANTINE)
+
+
+def test_a_write_that_fails_in_os_durability_fails_the_store(arena):
+    def work(disk: FaultyDisk) -> None:
+        witness = Witness()
+        driver = the_run(disk, witness, durability="os")
+        driver.patient = True
+        with contextlib.suppress(StoreFailedError):
+            driver.start()
+            driver.declare("a")
+            driver.publish("a", [60] * 8)
+            driver.sync()
+        clean_up(driver)
+        Campaign(arena, 0).verify(disk.crash(mode="process"), witness, "os", follow=True, options={"durability": "os"})
+
+    assert reached(fail_each_call(arena, work), _OS)
 
 
 @pytest.mark.parametrize("clean", [True, False], ids=["clean", "dirty"])

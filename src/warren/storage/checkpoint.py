@@ -273,7 +273,7 @@ class Checkpoint:
                 file.pwrite(data, HEADER_BYTES + slot * SLOT_BYTES)
                 segment.written += len(data) // SLOT_BYTES
             if segment.written >= index.segment_size:
-                index.files.write_trailer(segment.number, file)
+                index.files.write_trailer(segment.number, file, self._upto)
         slots.clear()
 
     def _open(self, touched: _Touched, index: QueueIndex, segment: Segment, suffix: str, magic: bytes) -> DiskFile:

@@ -44,6 +44,7 @@ class JournalReplay:
     acks: dict[int, RangeSet] = field(default_factory=dict)
     counts: dict[int, dict[int, int]] = field(default_factory=dict)
     reserved: dict[int, int] = field(default_factory=dict)
+    floor: int = 0
     last_file: int = 0
     last_lsn: int = 0
     records: int = 0
@@ -56,7 +57,7 @@ def replay_journal(
     floor, why = read_floor(disk, directory)
     if why is not None:
         report(os.path.join(directory, "FLOOR"), 0, 20, -1, f"{why}; rebuilt from the journal's headers")
-    state = JournalReplay({sid: Overlay() for sid in sids})
+    state = JournalReplay({sid: Overlay() for sid in sids}, floor=floor)
     numbers = list_files(disk, directory)
     state.last_file = max([floor - 1, *numbers])
     needed = [number for number in numbers if number >= floor]
@@ -98,6 +99,7 @@ class SegmentScan:
     boot: int
     acked: list[int]
     journaled: list[int]
+    floor: int = 0  # of the journal: trailers of checkpoints below it are taken at their word
 
 
 @dataclass(slots=True)
@@ -120,9 +122,9 @@ def scan_segment(disk: Disk, scan: SegmentScan) -> ScannedSegment:
     damage: list[tuple[str, int, int, int, str]] = []
     files = SegmentFiles(disk, scan.directory, scan.sid, scan.segment_size)
     acked = RangeSet(scan.acked) if scan.acked else None
-    # What the journal has no message of was checkpointed, trailer and all; else slots may be newer than their trailer.
+    # Where the journal still has messages of it, slots may be newer than their trailer.
     found = files.recover(
-        scan.number, scan.boot, acked, lambda *line: damage.append(line), trust_trailer=not scan.journaled
+        scan.number, scan.boot, acked, lambda *line: damage.append(line), floor=0 if scan.journaled else scan.floor
     )
     segment, base = found.segment, scan.number * scan.segment_size
     for first, length in pairs_of(scan.journaled):
@@ -156,6 +158,7 @@ def stream_scans(index: QueueIndex, state: JournalReplay, boot: int) -> list[Seg
             boot,
             acks.pairs(number * size, (number + 1) * size) if acks else [],
             row_pairs(overlay.rows_between(number * size, (number + 1) * size, size)),
+            state.floor,
         )
         for number in index.files.numbers()
     ]

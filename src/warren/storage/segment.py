@@ -39,8 +39,9 @@ _BATCH_MAGIC = b"WQAB"
 _ENTRY = struct.Struct("<HHI")  # slot, kind, value
 _ACK_RUN = 1  # value: how many slots from this one on are acked
 _COUNT = 2  # value: the delivery count of this slot
-# magic, slots written, lowest and highest published-at, body bytes, CRC of the slots, flags, CRC of sid and these 60 bytes
-_TRAILER = struct.Struct("<4sIQQQII20xI")
+# magic, slots written, lowest and highest published-at, body bytes, CRC of the slots, flags, the last journal file of the
+# checkpoint that wrote it, CRC of sid and these 60 bytes
+_TRAILER = struct.Struct("<4sIQQQIIQ12xI")
 _BAD_HEADER = "header of an index segment; its slots are still read"
 _HAS_STORED = 1  # a slot refers to the message store
 _HAS_TRANSIENT = 2  # a slot is of a transient message: it dies with its boot
@@ -106,6 +107,7 @@ class Trailer(NamedTuple):
     body_bytes: int
     slots_crc: int
     flags: int
+    checkpoint: int  # the last journal file of the checkpoint that wrote it: once the floor is above, all was synced
 
 
 class FoundSegment(NamedTuple):
@@ -298,17 +300,17 @@ class SegmentFiles:
     # -- recovery ----------------------------------------------------------------------------------------------------
 
     def recover(
-        self, number: int, boot: int, acked: RangeSet | None, report: Report, *, trust_trailer: bool = False
+        self, number: int, boot: int, acked: RangeSet | None, report: Report, *, floor: int = 0
     ) -> FoundSegment:
-        """Rebuild a segment from its files; `acked` are the acks of the journal. With `trust_trailer` the slots of a
-        segment that is whole and has no acks are not read: one that is damaged is found when it is needed.
-        Requires for that: the journal has none of its messages, so that a checkpoint has synced slots and trailer."""
+        """Rebuild a segment from its files; `acked` are the acks of the journal. The slots of a segment that is whole and
+        has no acks, by the word of a trailer whose checkpoint ended (it is below `floor`), are not read: one that is
+        damaged is found when it is needed. Requires, where there is a floor: the journal has none of its messages."""
         segment = Segment(number, self.segment_size)
         first = number * self.segment_size
         pairs = acked.pairs(first, first + self.segment_size) if acked else []
-        if trust_trailer and not pairs and not self._disk.exists(self.path(number, "qa")):
+        if floor and not pairs and not self._disk.exists(self.path(number, "qa")):
             segment.trailer = self.read_trailer(number)
-            if segment.trailer is not None and not segment.trailer.flags:
+            if segment.trailer is not None and not segment.trailer.flags and segment.trailer.checkpoint < floor:
                 segment.add(0, self.segment_size)
                 segment.written = self.segment_size
                 return self._with_bodies(FoundSegment(segment, None, [], {}))
@@ -346,9 +348,9 @@ class SegmentFiles:
     def _slots_end(self) -> int:
         return HEADER_BYTES + self.segment_size * SLOT_BYTES
 
-    def write_trailer(self, number: int, file: DiskFile) -> bool:
+    def write_trailer(self, number: int, file: DiskFile, checkpoint: int) -> bool:
         """Whether every slot in `file`, a segment's .qi, is written and sound; then they get a trailer. It is synced with
-        the slots: where it is wrong after a crash, the journal still has messages of the segment."""
+        the slots: where it is wrong after a crash, its checkpoint did not end."""
         slots = file.pread(self.segment_size * SLOT_BYTES, HEADER_BYTES)
         refs: list[tuple[int, bytes]] = []
         damaged: list[int] = []
@@ -359,12 +361,13 @@ class SegmentFiles:
         if written < self.segment_size or damaged:
             return False
         flags = (_HAS_STORED if refs else 0) | (_HAS_TRANSIENT if kept < written else 0)
-        file.pwrite(self.trailer(Trailer(written, low, high, bodies, crc32c(slots), flags)), self._slots_end)
+        file.pwrite(
+            self.trailer(Trailer(written, low, high, bodies, crc32c(slots), flags, checkpoint)), self._slots_end
+        )
         return True
 
     def trailer(self, trailer: Trailer) -> bytes:
-        written, low, high, bodies, slots_crc, flags = trailer
-        head = _TRAILER.pack(TRAILER_MAGIC, written, low, high, bodies, slots_crc, flags, 0)[:-4]
+        head = _TRAILER.pack(TRAILER_MAGIC, *trailer, 0)[:-4]
         return head + struct.pack("<I", self._trailer_crc(head))
 
     def _trailer_crc(self, head: bytes) -> int:
@@ -387,11 +390,11 @@ class SegmentFiles:
         """What stands behind the slots; None: no trailer, or a bad one."""
         if len(data) < _TRAILER.size:
             return None
-        magic, written, low, high, bodies, slots_crc, flags, crc = _TRAILER.unpack_from(data)
+        magic, written, low, high, bodies, slots_crc, flags, checkpoint, crc = _TRAILER.unpack_from(data)
         if (
             magic != TRAILER_MAGIC
             or crc != self._trailer_crc(data[: _TRAILER.size - 4])
             or written != self.segment_size
         ):
             return None
-        return Trailer(written, low, high, bodies, slots_crc, flags)
+        return Trailer(written, low, high, bodies, slots_crc, flags, checkpoint)

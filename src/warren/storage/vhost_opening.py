@@ -22,6 +22,7 @@ from warren.errors import (
     StorePathError,
 )
 from warren.kernel.journal_codec import CHECKOUT
+from warren.kernel.ranges import RangeSet
 from warren.storage.backing_queue import BackingQueue
 from warren.storage.committer import FULL, Committer
 from warren.storage.context import QueueContext
@@ -403,10 +404,11 @@ class VhostOpening:
 
     def _leased(self, sid: int) -> list[int]:
         """What open checkouts hold of a stream."""
-        pairs: list[int] = []
+        # In `os` durability a power loss may take the end of a checkout and leave the next one, of the same messages.
+        leased = RangeSet()
         for value in self.ledger.table(CHECKOUT).values():
-            pairs += value["ranges"].get(str(sid), [])
-        return pairs
+            leased.add_pairs(value["ranges"].get(str(sid), []))
+        return leased.pairs()
 
     def _restore_queue(self, record: QueueRecord, streams: dict[int, QueueIndex], terms: dict[str, Any]) -> None:
         seqs = SeqIds(self.journal, record.uid, self.settings.reserve_ahead, terms["next"], terms["next"])
