@@ -570,11 +570,14 @@ def test_staged_rows_for_a_delayed_exchange_wait_their_time(channel, ask, root):
 
 
 def test_the_data_server_comes_back_on_the_port_that_tasks_know(tmp_path):
-    urls = []
-    for _ in range(2):
+    """Unless somebody else took it meanwhile, as a test that runs beside this one may do once, but not again and again."""
+    urls: list[str] = []
+    for _ in range(6):
         with running_broker(str(tmp_path), http=True) as broker:
             urls.append(Client(broker.http_url)("stages/open", vhost="/", writer="w")["data_url"])
-    assert urls[0] == urls[1]
+        if urls[-2:-1] == urls[-1:]:
+            return
+    raise AssertionError(f"a port of its own each time: {urls}")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for certificates: apt-get install openssl")
