@@ -2,6 +2,7 @@
 #ifndef WARREN_TURNSTILE_H
 #define WARREN_TURNSTILE_H
 
+#define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -31,7 +32,7 @@ static struct {
     gate_t *first, *last; /* the line: gates that are open, whose threads sleep */
     int awake;            /* threads that were woken and are not through */
     _Atomic uintptr_t owner; /* the thread that has the turn; 0: none */
-    atomic_int urgent;       /* threads that go before those at gates */
+    atomic_int cpu; atomic_int urgent;       /* threads that go before those at gates */
     unsigned era;            /* one more with each fork: gates of before are of threads that are not here */
 } turnstile = {.lock = ATOMIC_FLAG_INIT};
 
@@ -124,14 +125,15 @@ static void await_turn(int is_urgent) {
             if (atomic_load_explicit(&turnstile.owner, memory_order_acquire) == 0 &&
                 (is_urgent || atomic_load_explicit(&turnstile.urgent, memory_order_relaxed) == 0))
                 return;
+            if (look % 8 == 0 && atomic_load_explicit(&turnstile.cpu, memory_order_relaxed) == sched_getcpu()) break;
             pause_a_moment();
         }
         if (now_ns() >= end) return;
-        sched_yield();
+        if (atomic_load_explicit(&turnstile.cpu, memory_order_relaxed) == sched_getcpu()) sched_yield();
     }
 }
 
-static void set_owner(uintptr_t owner) { atomic_store_explicit(&turnstile.owner, owner, memory_order_release); }
+static void set_owner(uintptr_t owner) { if (owner) atomic_store_explicit(&turnstile.cpu, sched_getcpu(), memory_order_relaxed); atomic_store_explicit(&turnstile.owner, owner, memory_order_release); }
 
 /* Before a thread blocks; nothing happens where it has no turn. */
 static void give_turn(void) {

@@ -21,6 +21,7 @@ A run that fails for want of disk may be repeated: what it took it gives back, a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from itertools import groupby
 from operator import itemgetter
@@ -140,6 +141,8 @@ class Checkpoint:
         """`movers` get segments for what they need, that of `small` is carried; both are of `measure`."""
         try:
             self._many = len(movers) + len(small) > _MANY_QUEUES
+            if self._many:
+                self._read_all()
             self._carry(small)
             self._move(movers)
             self._write_acks_and_unlink()
@@ -158,7 +161,8 @@ class Checkpoint:
         self._owner.commit_databases()
         self._journal.move_floor(self._upto + 1)
         with self._owner.lock:
-            self._journal.unlink_below_floor()
+            self._journal.close_below_floor()
+        self._journal.unlink_below_floor()  # some milliseconds a file: nobody waits for that
 
     def close(self) -> None:
         """Let go of files; done by `run`, too."""
@@ -211,6 +215,12 @@ class Checkpoint:
         if file not in self._whole:
             self._whole[file] = read_around(reader, reader.size, 0)
         return self._whole[file], 0
+
+    def _read_all(self) -> None:
+        """Ahead of the carrying, which has the lock: publishers would wait for 128 MiB to be read."""
+        for file in range(self._journal.floor, self._upto + 1):
+            with contextlib.suppress(FileNotFoundError):  # a hole in the numbers: nothing refers to it
+                self._read(file, 0, 0)
 
     def _report(self, file: int, damaged: list[tuple[int, int, int]]) -> None:
         for seq, offset, size in damaged:

@@ -58,7 +58,8 @@ class JournalCommit:
 
 
 class Journal:
-    """Requires: the engine's lock for everything except `JournalCommit.run`, `read_sealed` and `move_floor`."""
+    """Requires: the engine's lock for everything except `JournalCommit.run`, `open_sealed`, `move_floor` and
+    `unlink_below_floor`."""
 
     def __init__(
         self,
@@ -218,10 +219,13 @@ class Journal:
         write_floor(self._disk, self._directory, floor)
         self.floor = floor
 
-    def unlink_below_floor(self) -> None:
-        """With the lock. Best effort: a file that stays, or comes back, is below the floor and so is ignored."""
+    def close_below_floor(self) -> None:
+        """Let go of files that are not needed any more."""
         for number in [number for number in self._readers if number < self.floor]:
             self._readers.pop(number).close()
+
+    def unlink_below_floor(self) -> None:
+        """By the checkpoint only. Best effort: a file that stays, or comes back, is below the floor and so is ignored."""
         for number in list_files(self._disk, self._directory):
             if number < self.floor:
                 self._disk.unlink(journal_path(self._directory, number))

@@ -42,25 +42,35 @@ class MemoryMonitor:
     """Hands out one duration to all queues of a vhost: how many seconds of their traffic they may keep in RAM.
 
     Infinite while the vhost's message bytes in RAM are below half of the cap.
+
+    Queues ask whenever their rates change, so the mean is kept up to date by differences: adding up what ten thousand of
+    them report, for each of them, was a third of the time that they took.
     """
 
-    __slots__ = ("_durations", "cap", "duration", "ram_bytes")
+    __slots__ = ("_durations", "_total", "cap", "duration", "ram_bytes")
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
         self.ram_bytes = 0
         self.duration = math.inf
         self._durations: dict[int, float] = {}  # by the queue's identity; only finite ones
+        self._total = 0.0  # of the durations
 
     def report(self, queue: int, duration: float) -> None:
         if math.isinf(duration):
-            self._durations.pop(queue, None)
-        else:
-            self._durations[queue] = duration
+            self._drop(queue)
+            return
+        self._total += duration - self._durations.get(queue, 0.0)
+        self._durations[queue] = duration
 
     def forget(self, queue: int, ram_bytes: int) -> None:
-        self._durations.pop(queue, None)
+        self._drop(queue)
         self.ram_bytes -= ram_bytes
+
+    def _drop(self, queue: int) -> None:
+        self._total -= self._durations.pop(queue, 0.0)
+        if not self._durations:
+            self._total = 0.0  # what rounding left
 
     def update(self) -> float:
         """Recompute the duration: the mean of what the queues report, shortened as memory fills."""
@@ -70,7 +80,7 @@ class MemoryMonitor:
         elif not self._durations:
             self.duration = 0.0
         else:
-            total = sum(self._durations.values())
+            total = max(0.0, self._total)
             if ratio < 0.95:
                 total += 1.0
             self.duration = total / len(self._durations) / ratio
