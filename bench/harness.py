@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import platform
@@ -33,12 +35,20 @@ class Row:
 
 @contextmanager
 def scratch() -> Iterator[str]:
-    """A directory on the disk that is measured: BENCH_DIR, or the place of temporary files."""
+    """A directory on the disk that is measured: BENCH_DIR, or the place of temporary files.
+
+    Its files are emptied at the end, and unlinked only when the program ends: for minutes after many were unlinked, ext4
+    without a journal takes as long to make one new file as to write a megabyte, and the next row would be charged with it.
+    """
     path = tempfile.mkdtemp(prefix="warren-bench-", dir=os.environ.get("BENCH_DIR"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        for directory, _, files in os.walk(path):
+            for name in files:
+                with contextlib.suppress(OSError):  # a socket, or gone already
+                    os.truncate(os.path.join(directory, name), 0)
 
 
 _PEERS = ("persist-queue", "litequeue", "diskcache", "sqlite", "pika")

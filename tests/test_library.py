@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import re
@@ -1390,3 +1391,15 @@ def test_a_segment_keeps_its_size_whatever_a_later_start_asks_for(tmp_path):
         store.queue("q").publish_many([b"x"] * 100)
     with warren.open(tmp_path, settings=EngineSettings(segment_entries=64)) as store:
         assert len(store.queue("q").get_many(200)) == 100
+
+
+def test_messages_do_not_make_the_collector_look_through_the_program(tmp_path):
+    with warren.open(str(tmp_path)) as store:
+        queue = store.queue("q")
+        queue.publish_many([b"x"] * 5)
+        messages = [queue.get(), *queue.get_many(3), *queue.browse()]
+        assert len(messages) == 5
+        assert not any(gc.is_tracked(message) for message in messages)
+        del messages
+        gc.collect()
+        assert len(queue) == 1

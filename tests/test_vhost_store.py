@@ -4,6 +4,7 @@ comes; a format that it cannot read is refused at the door."""
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sqlite3
 import struct
@@ -20,6 +21,7 @@ from tests.small_engine import crash_and_reopen, fetch, open_engine, publish
 from warren.errors import DiskFullError, StoreFailedError, StoreFormatError, StorePathError
 from warren.kernel.checksum import crc32c
 from warren.storage.disk import Disk, DiskFile
+from warren.storage.rates import MemoryMonitor
 from warren.storage.vhost_store import VhostStore
 
 
@@ -299,3 +301,74 @@ def test_a_queue_that_is_built_anew_counts_the_same_bytes(tmp_path):
     store, _ = crash_and_reopen(store, disk)
     assert store.get("q").backing.ready_bytes() == expected
     store.abandon()
+
+
+# ---- a checkpoint with many queues keeps nobody waiting ----
+
+
+class _WatchedFile(DiskFile):
+    """A journal file, read by whoever has the engine's lock or has it not."""
+
+    __slots__ = ("watch",)
+    watch: _LockWatch
+
+    def pread(self, count: int, offset: int) -> bytes:
+        self.watch.note("read", self.path)
+        return super().pread(count, offset)
+
+
+class _LockWatch(Disk):
+    """Notes which journal files are read and unlinked, and whether the engine's lock is held meanwhile."""
+
+    def __init__(self) -> None:
+        self.lock: Any = None
+        self.seen: set[tuple[str, bool]] = set()
+
+    def note(self, what: str, path: str) -> None:
+        if self.lock is not None and path.endswith(".wal"):
+            self.seen.add((what, self.lock._is_owned()))
+
+    def open_read(self, path: str) -> DiskFile:
+        file = _WatchedFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        file.watch = self
+        return file
+
+    def unlink(self, path: str) -> None:
+        self.note("unlink", path)
+        super().unlink(path)
+
+
+def test_a_checkpoint_over_many_queues_reads_and_unlinks_journal_files_without_the_lock(tmp_path):
+    disk = _LockWatch()
+    store = open_engine(str(tmp_path), disk, journal_file_bytes=1 << 20, carry_below=1 << 20)
+    try:
+        queues = [store.declare(f"q{number}") for number in range(12)]
+        for queue in queues:
+            publish(store, queue, 3)
+        store.sync()
+        disk.lock = store.lock
+        store.checkpoint(seal=True)
+        disk.lock = None
+        assert disk.seen == {("read", False), ("unlink", False)}
+        assert all(fetch(queue, 10) == [0, 1, 2] for queue in queues)
+    finally:
+        store.abandon()
+
+
+def test_the_mean_duration_follows_what_queues_report_and_forget():
+    monitor = MemoryMonitor(cap=1000)
+    monitor.ram_bytes = 1000
+    durations: dict[int, float] = {}
+    for number in range(500):
+        queue, duration = number % 7, (number * 37 % 11) / 3 if number % 5 else math.inf
+        monitor.report(queue, duration)
+        durations.pop(queue, None)
+        if not math.isinf(duration):
+            durations[queue] = duration
+        mean = sum(durations.values()) / len(durations) if durations else 0.0
+        assert monitor.update() == pytest.approx(mean, abs=1e-9)
+    for queue in range(7):
+        monitor.forget(queue, 0)
+    assert monitor.update() == 0.0
+    monitor.report(1, 2.0)
+    assert monitor.update() == 2.0

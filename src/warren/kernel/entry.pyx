@@ -15,6 +15,12 @@ from warren.kernel.ranges cimport RangeSet
 
 from operator import attrgetter
 
+
+cdef extern from "Python.h":
+    bint PyType_IS_GC(PyTypeObject *kind)
+    void PyObject_GC_UnTrack(void *tracked)
+
+
 _by_seq = attrgetter("seq")
 
 
@@ -416,7 +422,11 @@ def seq_ranges(list seqs not None):
 
 def deliveries(type cls not None, list entries not None, queue, uint64_t redelivered_below, RangeSet returned not None,
                dict counts not None):
-    """One `cls` (a subclass of Delivery) for each entry. redelivered: below the bound, or in `returned`."""
+    """One `cls` (a subclass of Delivery) for each entry. redelivered: below the bound, or in `returned`.
+
+    The collector of garbage does not look at them: a delivery refers to its queue, and no queue to a delivery, so none is
+    part of a cycle. Else each batch would be kept for long enough to make it look through all that the program has.
+    """
     cdef list made = []
     cdef Delivery delivery
     cdef Entry e
@@ -424,11 +434,14 @@ def deliveries(type cls not None, list entries not None, queue, uint64_t redeliv
     cdef bint any_counts = len(counts) > 0
     cdef tuple nothing = ()
     cdef PyTypeObject *kind = <PyTypeObject *>cls
+    cdef bint is_tracked = PyType_IS_GC(kind)
     if not issubclass(cls, Delivery):
         raise TypeError("cls must be a Delivery")
     for entry in entries:
         e = <Entry>entry
         delivery = <Delivery>kind.tp_new(cls, <PyObject *>nothing, NULL)
+        if is_tracked:
+            PyObject_GC_UnTrack(<void *>delivery)
         delivery.entry = e
         delivery.queue = queue
         delivery.redelivered = e.seq < redelivered_below or (any_returned and returned.contains(e.seq))

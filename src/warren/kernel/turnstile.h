@@ -2,7 +2,9 @@
 #ifndef WARREN_TURNSTILE_H
 #define WARREN_TURNSTILE_H
 
-#define _GNU_SOURCE
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* sched_getcpu */
+#endif
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -15,6 +17,7 @@
 
 #define TURN_NS 30000 /* nobody waits longer for a turn */
 #define LOOKS 64      /* between two looks at the clock */
+#define LOOKS_FOR_WAY 8 /* between two looks at the processor */
 #define MOST_AWAKE 2  /* one that watches, one that comes after it */
 
 enum { SHUT, OPEN, AWAKE, THROUGH };
@@ -32,7 +35,8 @@ static struct {
     gate_t *first, *last; /* the line: gates that are open, whose threads sleep */
     int awake;            /* threads that were woken and are not through */
     _Atomic uintptr_t owner; /* the thread that has the turn; 0: none */
-    atomic_int cpu; atomic_int urgent;       /* threads that go before those at gates */
+    atomic_int processor;    /* that it got the turn on */
+    atomic_int urgent;       /* threads that go before those at gates */
     unsigned era;            /* one more with each fork: gates of before are of threads that are not here */
 } turnstile = {.lock = ATOMIC_FLAG_INIT};
 
@@ -118,6 +122,12 @@ static void start_line(void) {
     wake(gate);
 }
 
+/* Whether watching for the turn keeps nobody from it: who has it runs on another processor. */
+static int runs_elsewhere(void) {
+    return atomic_load_explicit(&turnstile.owner, memory_order_relaxed) != 0 &&
+           atomic_load_explicit(&turnstile.processor, memory_order_relaxed) != sched_getcpu();
+}
+
 static void await_turn(int is_urgent) {
     uint64_t end = now_ns() + TURN_NS;
     for (;;) {
@@ -125,15 +135,18 @@ static void await_turn(int is_urgent) {
             if (atomic_load_explicit(&turnstile.owner, memory_order_acquire) == 0 &&
                 (is_urgent || atomic_load_explicit(&turnstile.urgent, memory_order_relaxed) == 0))
                 return;
-            if (look % 8 == 0 && atomic_load_explicit(&turnstile.cpu, memory_order_relaxed) == sched_getcpu()) break;
+            if (look % LOOKS_FOR_WAY == 0 && !runs_elsewhere()) break;
             pause_a_moment();
         }
         if (now_ns() >= end) return;
-        if (atomic_load_explicit(&turnstile.cpu, memory_order_relaxed) == sched_getcpu()) sched_yield();
+        if (!runs_elsewhere()) sched_yield();
     }
 }
 
-static void set_owner(uintptr_t owner) { if (owner) atomic_store_explicit(&turnstile.cpu, sched_getcpu(), memory_order_relaxed); atomic_store_explicit(&turnstile.owner, owner, memory_order_release); }
+static void set_owner(uintptr_t owner) {
+    if (owner) atomic_store_explicit(&turnstile.processor, sched_getcpu(), memory_order_relaxed);
+    atomic_store_explicit(&turnstile.owner, owner, memory_order_release);
+}
 
 /* Before a thread blocks; nothing happens where it has no turn. */
 static void give_turn(void) {

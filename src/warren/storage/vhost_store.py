@@ -506,8 +506,13 @@ class VhostStore(VhostTransactions):
 
     def _maintain(self) -> None:
         interval = self.settings.commit_interval
+        worked = False
         while not self._closing:
-            self._wake.wait(1.0)
+            if self._wake.wait(1.0):
+                worked = True
+            elif worked:  # a quiet second: what the work took goes back to the system
+                worked = False
+                trim_memory()
             if self._closing:
                 return
             time.sleep(interval)
