@@ -152,6 +152,7 @@ def plot(rows: list[Row], path: Path) -> None:
         for place, value in enumerate(row.values.values()):
             axis.text(value, place, f" {value:,.0f}" if value >= 100 else f" {value:.3g}", va="center", fontsize=7)
         axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(5))
         axis.margins(x=0.18)
     for axis in list(axes.flat)[len(drawn) :]:
         axis.axis("off")
