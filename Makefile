@@ -23,7 +23,7 @@ ARGS ?=
 # Two tests at a time; those that share a Spark session stay together. PARALLEL= runs them one after the other.
 PARALLEL ?= -n 2 --dist loadgroup
 
-.PHONY: help setup kernel run demo test test-full test-compiled compiled lint bench bench-rabbitmq differential clean modules
+.PHONY: help setup kernel run demo test test-packages test-full test-compiled compiled lint bench bench-rabbitmq differential clean modules
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -40,10 +40,13 @@ modules: $(STAMPS)
 run: setup ## the broker, with its data in ./data
 	$(BIN)/warren serve --data-dir data $(ARGS)
 
-test: lint ## lint, then all tests at a tenth of their size
+test-packages:
+	@scripts/system_packages.sh --tests
+
+test: lint test-packages ## lint, then all tests at a tenth of their size
 	WARREN_TEST_SCALE=small $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-full: lint ## lint, then all tests at full size; writes docs/reliability/
+test-full: lint test-packages ## lint, then all tests at full size; writes docs/reliability/
 	WARREN_TEST_SCALE=full $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 lint: setup ## style, types and the direction of imports
@@ -63,7 +66,7 @@ $(COMPILED)/.built: $(STAMPS) $(shell find src/warren -name '*.py') setup.py pyp
 compiled: setup ## the package with its logic compiled by mypyc, in build/compiled
 	@$(MAKE) --no-print-directory $(COMPILED)/.built
 
-test-compiled: compiled ## all tests at a tenth of their size against the compiled package
+test-compiled: compiled test-packages ## all tests at a tenth of their size against the compiled package
 	PYTHONPATH=$(COMPILED) WARREN_TEST_SCALE=small $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 differential: setup ## the same programs against Warren and Debian's RabbitMQ, compared

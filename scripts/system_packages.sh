@@ -4,7 +4,24 @@
 # otherwise the command to run is printed and we stop.
 #
 # Usage: scripts/system_packages.sh [python]
+#        scripts/system_packages.sh --tests    what only tests need: the C clients of AMQP, openssl for certificates
 set -euo pipefail
+
+if [ "${1:-}" = --tests ]; then
+    packages=()
+    command -v amqp-publish >/dev/null || packages+=(amqp-tools)
+    command -v openssl >/dev/null || packages+=(openssl)
+    [ ${#packages[@]} -gt 0 ] || exit 0
+    export DEBIAN_FRONTEND=noninteractive
+    # Without them the tests that need them are skipped, and say so: that is no reason to stop.
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && apt-get update -qq &&
+        apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null; then
+        echo "installed ${packages[*]}"
+    else
+        echo "some tests will be skipped; they need: sudo apt-get install -y --no-install-recommends ${packages[*]}" >&2
+    fi
+    exit 0
+fi
 
 python=${1:-python3}
 
