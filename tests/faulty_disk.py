@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
+from warren.kernel.gates import DiskThread, Gate
 from warren.storage.disk import Disk, DiskFile
 
 # What a crash leaves of that which was not synced: nothing, everything, a random part; or, when only the process was
@@ -365,6 +366,9 @@ class FaultyFile(DiskFile):
     def pwrite_and_sync(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         self.pwrite(data, offset)
         self.sync()
+
+    def give(self, thread: DiskThread, data: memoryview, offset: int, deputy: Gate) -> bool:
+        return False
 
     def sync(self) -> None:
         disk = self._disk

@@ -34,6 +34,12 @@ PRINTED = {
         "attempt 4: broken failed, and that was the last",
         "2 done, 1 given up",
     ],
+    "broker_delayed.py": [
+        "get up: at once",
+        "call back: after 200 ms",
+        "water the plants: after 600 ms",
+        "pay the invoice: after 1000 ms",
+    ],
     "broker_celery.py": ["476 to pay, book is on its way"],
 }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from warren.kernel.checksum import crc32c
 from warren.kernel.entry import IN_QS, IN_STORE, PERSISTENT, SLOTTED, Entry
 from warren.kernel.journal_codec import (
     ACK,
@@ -292,6 +294,69 @@ def test_one_flipped_bit_costs_the_record_that_it_hit_and_no_other(
     for offset, length in replayed.damaged:
         for start, size, _ in [record for n, record in enumerate(written.records) if n not in hit]:
             assert offset + length <= start or start + size <= offset, "a good record was called damaged"
+
+
+LARGE = 2 * 1024 * 1024 + 13
+LARGE_OPS = {
+    "a transaction": ("group", [("publish", KNOWN, n, b"", bytes([n]) * (LARGE // 4), False) for n in range(4)]),
+    "a message": ("publish", KNOWN, 1, b"head", b"x" * LARGE, False),
+    "an ack": ("ack", KNOWN, ACK, [(2 * n, 1) for n in range(LARGE // 16)]),
+    "a checkout": ("other", CHECKOUT, b"7" * LARGE),
+}
+
+
+@pytest.mark.parametrize("large", LARGE_OPS.values(), ids=LARGE_OPS)
+def test_a_large_record_behind_a_damaged_one_of_its_block_is_replayed(large: tuple) -> None:
+    written = write([[("publish", KNOWN, 9, b"", b"hit", False), large, ("publish", KNOWN, 20001, b"", b"", False)]])
+    written.data[written.records[0][0] + RECORD_PREFIX_BYTES + 20] ^= 1
+    replayed = run_replay(written.data)
+    assert replayed.agrees_with(expect(written, {0}))
+    assert replayed.damaged == [written.records[0][:2]]
+
+
+@given(st.lists(st.integers(0, 9000), min_size=2, max_size=6), st.booleans())
+def test_records_of_any_size_behind_a_damaged_one_are_replayed(sizes: list[int], grouped: bool) -> None:
+    messages = [("publish", KNOWN, n, b"", bytes([n]) * size, False) for n, size in enumerate(sizes)]
+    written = write([[("group", [message]) if grouped else message for message in messages]])
+    written.data[written.records[0][0] + RECORD_PREFIX_BYTES + 1] ^= 0x80
+    assert run_replay(written.data).agrees_with(expect(written, {0}))
+
+
+FORGED_BYTES = 1 << 21
+FORGED = {
+    "lengths of a megabyte": b"\x07\x07\x0f\x00" * (FORGED_BYTES // 4),
+    "groups": (b"\x06\x00\x0e\x00" + b"\x06\x00\x00\x00") * (FORGED_BYTES // 8),
+}
+
+
+@pytest.mark.parametrize("body", FORGED.values(), ids=FORGED)
+def test_a_search_through_bytes_that_look_like_large_records_does_not_sum_over_each(body: bytes) -> None:
+    """Each of half a million places took a sum over a megabyte: for a whole file, a start that lasted for an hour."""
+    written = write([[("publish", KNOWN, 1, b"", body, False), ("publish", KNOWN, 2, b"", b"whole", False)]])
+    written.data[written.records[0][0] + 4] ^= 1
+    began = time.process_time()
+    assert run_replay(written.data).agrees_with(expect(written, {0}))
+    assert time.process_time() - began < 5, "CPU seconds; a fraction of one is usual"
+
+
+@pytest.mark.parametrize(("count", "lost"), [(20, {0}), (200, {0, 1})])
+def test_after_many_forged_groups_behind_damage_no_group_of_the_file_is_looked_through(
+    count: int, lost: set[int]
+) -> None:
+    """Each has a true CRC, and only its last member says that it is none. Who looked through all of them would take the
+    square of their number; one that nobody forged is passed over then, too."""
+    members = (b"\x02\x00\x00\x00" + bytes(4) + b"\x07\x07") * 2000 + b"\x02"
+    body = members
+    for _ in range(
+        count
+    ):  # a group's first member reaches over the groups in it, to the members that all of them share
+        first = (2 + len(body) - len(members)).to_bytes(4, "little") + bytes(4) + b"\x07\x00"
+        record = b"\x06\x00\x00\x00" + first + body
+        body = len(record).to_bytes(4, "little") + crc32c(record).to_bytes(4, "little") + record
+    small = [("publish", KNOWN, n, b"", b"whole", False) for n in (2, 3)]
+    written = write([[("publish", KNOWN, 1, b"", body, False), ("group", small[:1]), small[1]]])
+    written.data[written.records[0][0] + 4] ^= 1
+    assert run_replay(written.data).agrees_with(expect(written, lost))
 
 
 @given(blocks, st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import threading
 import pytest
 
 import warren
-from warren.kernel.gates import Gate, open_gates, write_and_sync
+from warren.kernel.gates import DiskThread, Gate, open_gates, write_and_sync
 
 
 def through(gates: list[Gate], passed: list[Gate]) -> list[threading.Thread]:
@@ -255,3 +256,88 @@ def test_sixty_four_threads_are_all_told(tmp_path):
         assert not any(thread.is_alive() for thread in threads)
         assert len(queue) == 64 * 20
         assert store.engine.committer.commits < 64 * 20
+
+
+# ---- the thread for the disk ----
+
+
+@pytest.fixture
+def block(tmp_path):
+    """A file to write to, and the thread that writes."""
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    disk = DiskThread()
+    yield disk, fd
+    disk.stop()
+    os.close(fd)
+
+
+def test_the_deputy_is_called_when_nobody_collects(block):
+    disk, fd = block
+    for number in range(50):
+        deputy = Gate()
+        disk.submit(fd, b"%4d" % number, 4 * number, deputy)
+        deputy.wait()
+        assert disk.is_written()
+        assert disk.collect() == 0
+        assert not disk.is_written()
+    assert os.pread(fd, 1000, 0) == b"".join(b"%4d" % number for number in range(50))
+
+
+def test_what_failed_is_told_to_who_collects(block, tmp_path):
+    disk, _ = block
+    closed = os.open(tmp_path / "other", os.O_RDONLY | os.O_CREAT)
+    os.close(closed)
+    deputy = Gate()
+    disk.submit(closed, b"x", 0, deputy)
+    deputy.wait()
+    assert disk.collect() == errno.EBADF
+
+
+def test_another_deputy_is_called_in_the_place_of_one_that_went_away(block):
+    disk, fd = block
+    for _ in range(200):
+        disk.submit(fd, b"x", 0, Gate())
+        other = Gate()
+        if disk.appoint(other):
+            other.wait()
+        assert disk.is_written()
+        assert disk.collect() == 0
+
+
+def test_a_deputy_that_is_gone_when_it_would_be_called_is_nobody(block):
+    disk, fd = block
+    for _ in range(200):
+        gate = Gate()
+        disk.submit(fd, b"x", 0, gate)
+        while not disk.is_written():
+            pass
+        assert disk.collect() == 0
+        del gate
+
+
+def test_a_thread_that_is_stopped_finishes_its_block(tmp_path):
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        for number in range(20):
+            disk = DiskThread()
+            disk.submit(fd, b"%4d" % number, 4 * number, Gate())
+            disk.stop()
+            assert os.pread(fd, 4, 4 * number) == b"%4d" % number
+    finally:
+        os.close(fd)
+
+
+def test_the_child_of_a_fork_starts_a_thread_of_its_own(block):
+    disk, fd = block
+    deputy = Gate()
+    disk.submit(fd, b"1", 0, deputy)
+    deputy.wait()
+    disk.collect()
+    child = os.fork()
+    if child == 0:
+        deputy = Gate()
+        disk.submit(fd, b"2", 1, deputy)
+        deputy.wait()
+        os._exit(disk.collect())
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.pread(fd, 10, 0) == b"12"

@@ -322,7 +322,19 @@ def test_the_writer_is_the_query_of_the_checkpoint(tmp_path: Path) -> None:
     assert _writer_of_checkpoint(f"file://{tmp_path}", "name") == "spark-1234"
     assert _writer_of_checkpoint("hdfs://cluster/a", None) != _writer_of_checkpoint("hdfs://cluster/b", None)
     assert _writer_of_checkpoint(None, "name") == _writer_of_checkpoint(None, "name")
-    assert _writer_of_checkpoint(None, None) != _writer_of_checkpoint(None, None)
+
+
+def test_a_streaming_sink_that_nothing_names_is_refused_and_a_batch_needs_no_name(fake: FakeBroker) -> None:
+    """Spark makes one writer for the tasks and one for the commit. Each took a name of its own, and no batch was decided."""
+    with pytest.raises(
+        OptionError, match="give the query option checkpointLocation or queryName, or the sink option prod"
+    ):
+        WarrenStreamWriter(options(fake.url), BODIES)
+    for name in ("checkpointLocation", "queryName", "producerName"):
+        named = options(fake.url, **{name: "/this"})
+        staging, deciding = WarrenStreamWriter(named, BODIES), WarrenStreamWriter(named, BODIES)
+        assert staging._stages.writer == deciding._stages.writer
+    WarrenBatchWriter(options(fake.url), BODIES)._forget_token()
 
 
 def test_the_token_of_a_batch_write_waits_on_the_driver_and_is_gone_after_it(

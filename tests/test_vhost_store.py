@@ -20,6 +20,7 @@ from tests.faulty_disk import FaultyDisk
 from tests.small_engine import crash_and_reopen, fetch, open_engine, publish
 from warren.errors import DiskFullError, StoreFailedError, StoreFormatError, StorePathError
 from warren.kernel.checksum import crc32c
+from warren.library import Store
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.rates import MemoryMonitor
 from warren.storage.vhost_store import VhostStore
@@ -219,6 +220,42 @@ def test_who_holds_everything_off_waits_for_the_commit_under_way_and_hands_on_th
     store.abandon()
 
 
+@pytest.mark.parametrize("by_library", [False, True])
+def test_a_declare_never_waits_for_a_commit_under_way_however_much_is_in_the_buffer(tmp_path, by_library):
+    """It waited with the lock, which the commit needs to end: neither did."""
+    disk = SlowSync()
+    store = open_engine(str(tmp_path), disk, commit_bytes=100)
+    queue = store.declare("q")
+    publish(store, queue, 1)
+    store.sync()
+    disk.armed = True
+    publish(store, queue, 1)
+    leader = threading.Thread(target=store.sync, daemon=True)
+    leader.start()
+    assert disk.reached.wait(60)
+    publish(store, queue, 10)
+    assert len(store.journal.buffer) > 100
+    declare = Store(store).queue if by_library else store.declare
+    declaring = threading.Thread(target=declare, args=("new",), daemon=True)
+    declaring.start()
+    declaring.join(20)
+    assert not declaring.is_alive()
+    disk.go_on.set()
+    leader.join(60)
+    assert not leader.is_alive()
+    assert "new" in store.queues
+    still_well(store)
+    store.abandon()
+
+
+def test_a_declare_makes_nobody_wait_because_checkpoints_are_behind(store, monkeypatch):
+    """It slept with the lock."""
+    monkeypatch.setattr(store, "overload", lambda: pytest.fail("it was about to sleep"))
+    with store.lock:
+        store.declare("q")
+    assert store._wake.is_set(), "its reservation is committed all the same"
+
+
 def test_who_holds_everything_off_is_told_that_the_store_has_failed(tmp_path):
     disk = FaultyDisk(tmp_path / "disk")
     store = open_engine(disk.root, disk)
@@ -226,6 +263,55 @@ def test_who_holds_everything_off_is_told_that_the_store_has_failed(tmp_path):
     store.committer.fail(OSError(errno.EIO, "a bad sector"))
     with pytest.raises(StoreFailedError, match="a bad sector"), store.committer.sync_and_hold():
         pytest.fail("it has failed")
+    store.abandon()
+
+
+# ---- a full disk ----
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_upkeep_frees_dead_files_for_a_commit_that_does_not_fit(tmp_path, persistent):
+    """Segments, and files of the transient message store. Upkeep tried the commit first, each time, and nothing else."""
+    disk = FaultyDisk(tmp_path / "disk")
+    store = open_engine(disk.root, disk, reserve_bytes=4096)
+    queue = store.declare("q")
+    publish(store, queue, [b"x" * (100 if persistent else 1000)] * 150, persistent=persistent)
+    store.sync()
+    store.checkpoint(seal=True, carry_below=0)
+    store.transient_store.flush()
+    taken = fetch(queue, 150)
+    if persistent:
+        queue.backing.ack(taken)
+        store.sync()
+    disk.capacity = disk._used + 1000
+    kept = publish(store, queue, [b"y" * 100] * 100)
+    for _ in range(2):
+        with pytest.raises(DiskFullError, match="nothing is lost"):
+            store.sync()
+    if not persistent:
+        queue.backing.ack(taken)  # no commit is needed for that
+    store.tick()
+    assert not store.journal.dirty
+    disk.capacity = None
+    store, disk = crash_and_reopen(store, disk)
+    assert fetch(store.get("q"), 1000) == kept
+    store.abandon()
+
+
+def test_upkeep_says_that_the_disk_is_full_when_there_is_nothing_to_free(tmp_path):
+    disk = FaultyDisk(tmp_path / "disk")
+    store = open_engine(disk.root, disk, reserve_bytes=4096)
+    queue = store.declare("q")
+    store.sync()
+    disk.capacity = disk._used + 1000
+    kept = publish(store, queue, [b"y" * 100] * 80)
+    for _ in range(3):
+        with pytest.raises(DiskFullError, match="nothing is lost"):
+            store.tick()
+    disk.capacity = None
+    store.tick()
+    store, disk = crash_and_reopen(store, disk)
+    assert fetch(store.get("q"), 1000) == kept
     store.abandon()
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from warren.amqp.declarations import REPLY_TO, Declarations
 from warren.amqp.errors import AmqpError, HardError
 from warren.amqp.methods import encode
+from warren.amqp.publish_rules import carbon, expiration_ms
 from warren.amqp.statistics import ChannelStatistics, QueueCounts
 from warren.amqp.transaction import Transaction
 from warren.errors import DiskFullError
@@ -33,7 +34,7 @@ from warren.queueing.arrival import Arrival
 from warren.queueing.consumers import Consumer
 from warren.queueing.delayed import MAX_DELAY_MS, delay_ms
 from warren.queueing.guard import QueueCrashed
-from warren.queueing.properties import MAX_EXPIRATION_MS, carbon_keys, decode_head, rewritten
+from warren.queueing.properties import decode_head, rewritten
 from warren.queueing.queue_process import QueueProcess
 from warren.routing.exchange import Exchange
 
@@ -44,7 +45,7 @@ log = logging.getLogger("warren.amqp")
 
 _HEADERS, _REPLY_TO, _EXPIRATION, _USER_ID = 0x2000, 0x0200, 0x0100, 0x0010
 _SPECIAL = _HEADERS | _REPLY_TO | _EXPIRATION | _USER_ID
-_MANDATORY, _IMMEDIATE = 1, 2
+MANDATORY, _IMMEDIATE = 1, 2  # the bits of a publish
 _PLENTY = 1 << 30
 _NOTHING = RangeSet()
 
@@ -65,7 +66,8 @@ class Channel(Declarations):
         self._queue_numbers: dict[QueueProcess, int] = {}
         self._queues: list[QueueProcess | None] = []  # by number; None: it is gone
         self._monitored: dict[QueueProcess, list[int]] = {}  # queues that tell when they go, numbers of their consumers
-        self._consumers: list[Consumer | None] = [None]  # 0 stands for basic.get
+        self._consumers: list[Consumer | None] = [None]  # by number; 0 stands for basic.get
+        self._free_numbers: list[int] = []  # of consumers that are gone, and so are their deliveries
         self._gotten = 0  # of the unacked, by basic.get: a prefetch is for consumers
         self._next_number = 1  # of the next publish, in confirm mode
         self._confirmed = 0  # everything up to it was confirmed
@@ -94,7 +96,7 @@ class Channel(Declarations):
                 403, f"cannot publish to internal exchange '{exchange}' in vhost '{self.vhost.name}'", 60, 40
             )
         self.connection.check_topic(known, routing_key)
-        mandatory = bool(bits & _MANDATORY)
+        mandatory = bool(bits & MANDATORY)
         special = property_flags & _SPECIAL or known.needs_message or known.delayed
         if special or routing_key.startswith(REPLY_TO):
             self._publish_each(known, routing_key, mandatory, entries)
@@ -154,8 +156,8 @@ class Channel(Declarations):
         """One message with properties that say where it goes, or how long it stays."""
         head = decode_head(entry.head)
         properties = head.properties
-        headers, carbon, blind = self._check_special(properties, entry)
-        keys = [routing_key, *carbon, *blind]
+        headers, copies, blind = self._check_special(properties, entry)
+        keys = [routing_key, *copies, *blind]
         for key in keys[1:]:
             self.connection.check_topic(exchange, key)
         reply_to = f"{REPLY_TO}.{self._reply_token}" if properties.get("reply_to") == REPLY_TO else None
@@ -200,27 +202,20 @@ class Channel(Declarations):
                 40,
             )
         if "expiration" in properties:
-            entry.expiry = entry.published_at + self._expiration(properties["expiration"]) * 1000
+            entry.expiry = entry.published_at + expiration_ms(properties["expiration"]) * 1000
         found = properties.get("headers")
         headers: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
-        carbon, blind = _carbon(headers, "CC"), _carbon(headers, "BCC")
+        copies, blind = carbon(headers, "CC"), carbon(headers, "BCC")
         if properties.get("reply_to") == REPLY_TO and self._reply_token is None:
             raise AmqpError(406, "fast reply consumer does not exist", 60, 40)
-        return headers, carbon, blind
-
-    @staticmethod
-    def _expiration(value: object) -> int:
-        """In milliseconds. RabbitMQ takes a plus sign too."""
-        digits = value.removeprefix("+") if isinstance(value, str) else ""
-        if not digits.isascii() or not digits.isdigit() or int(digits) > MAX_EXPIRATION_MS:
-            raise AmqpError(406, f"invalid expiration '{value}': it is a number of milliseconds, as text", 60, 40)
-        return int(digits)
+        return headers, copies, blind
 
     def _reply(self, token: str, entry: Entry) -> None:
         """To the channel that asked, past all queues; in a transaction too, and never a route: as RabbitMQ does it."""
         target = self.vhost.reply_channels.get(token)
         consumer = target._reply_consumer if target is not None else None
-        if target is not None and consumer is not None:
+        # At most once: no queue keeps a reply, so one that its client has no room for is lost. It would fill the memory.
+        if target is not None and consumer is not None and target.connection.writable:
             target.send(consumer, [entry])
 
     def _deliver(self, names: tuple[str, ...], mandatory: bool, entries: list[Entry]) -> None:
@@ -375,6 +370,7 @@ class Channel(Declarations):
         """Of `Sender`. Tags of its messages stay good, and settle nothing."""
         for number in self._monitored.pop(queue, ()):
             self._consumers[number] = None
+            self._free_numbers.append(number)  # deliveries that have it still go by their queue's number, which is not
         number = self._queue_numbers.pop(queue, -1)
         if number >= 0:
             self._queues[number] = None
@@ -434,6 +430,7 @@ class Channel(Declarations):
                 continue
             if receiver is not None:
                 owner.relieve(receiver, len(merged[queue, consumer]))
+                self._forget_cancelled(receiver)
             with contextlib.suppress(QueueCrashed):  # then they are ready again by its restart
                 owner.requeue(sorted(merged[queue, consumer]))
 
@@ -454,7 +451,10 @@ class Channel(Declarations):
                 owner.reject(seqs)
             receiver = self._consumers[consumer]
             if receiver is not None:
-                owner.settled(receiver, len(seqs))
+                try:
+                    owner.settled(receiver, len(seqs))
+                finally:
+                    self._forget_cancelled(receiver)
 
     def _made_room(self) -> None:
         if self.global_prefetch:
@@ -546,7 +546,7 @@ class Channel(Declarations):
         consumer = Consumer(
             self,
             tag,
-            number=len(self._consumers),
+            number=self._free_numbers.pop() if self._free_numbers else len(self._consumers),
             no_ack=no_ack,
             prefetch=self.prefetch,
             exclusive=exclusive,
@@ -554,7 +554,7 @@ class Channel(Declarations):
             arguments=arguments,
         )
         self._monitor(source).append(consumer.number)
-        self._consumers.append(consumer)
+        self._consumers[consumer.number : consumer.number + 1] = [consumer]  # a number that is free, or one more
         self.consumers[tag] = consumer
         source.consume(consumer)
         if not nowait:
@@ -581,12 +581,19 @@ class Channel(Declarations):
         if not nowait:
             self.reply("basic.cancel-ok", consumer_tag=consumer_tag)
         if consumer is not None and consumer.queue is not None:
-            numbers = self._monitored.get(consumer.queue)
-            if numbers is not None and not consumer.outstanding:  # else its number is still needed to settle them
-                self._consumers[consumer.number] = None
-                numbers.remove(consumer.number)
+            self._forget_cancelled(consumer)
             with contextlib.suppress(QueueCrashed):
                 consumer.queue.cancel(consumer)
+
+    def _forget_cancelled(self, consumer: Consumer) -> None:
+        """It was cancelled and has nothing outstanding: its number, needed until then to settle that, is free."""
+        if consumer.outstanding or self.consumers.get(consumer.tag) is consumer:
+            return
+        numbers = self._monitored.get(consumer.queue)
+        if numbers is not None and self._consumers[consumer.number] is consumer:
+            self._consumers[consumer.number] = None
+            self._free_numbers.append(consumer.number)
+            numbers.remove(consumer.number)
 
     def basic_cancel_ok(self, consumer_tag: str) -> None:
         """A client's answer to a cancel of ours, which asked for none."""
@@ -684,12 +691,3 @@ class Channel(Declarations):
             with contextlib.suppress(QueueCrashed):
                 monitored.sender_gone(self)
         self._monitored.clear()
-
-
-def _carbon(headers: dict[str, Any], name: str) -> list[str]:
-    if name not in headers:
-        return []
-    value = headers[name]
-    if not isinstance(value, list):
-        raise AmqpError(406, f"unexpected type of header {name}: it is an array of strings", 60, 40)
-    return carbon_keys(value)

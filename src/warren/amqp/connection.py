@@ -3,8 +3,9 @@
 Rules:
 
 1. One call of the kernel scans a whole receive buffer; one write takes everything of a turn of the loop.
-2. What cannot be done now (a full disk, a commit of a transaction under way) is held with everything behind it, and the
-   client is not read from meanwhile. A publisher ahead of the disk is simply not read from: `queueing/credit_flow.py`.
+2. What cannot be done now (a full disk, a commit of a transaction under way, an answer to a client that does not read) is
+   held with everything behind it, and the client is not read from meanwhile. A publisher ahead of the disk is simply not
+   read from: `queueing/credit_flow.py`.
 3. An error closes its channel, or the connection where AMQP says so. While it is being closed only the answer counts.
 
 `TRANSITIONS` is the state machine.
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from warren.amqp.channel import Channel
+from warren.amqp.channel import MANDATORY, Channel
 from warren.amqp.errors import AmqpError
 from warren.amqp.methods import METHODS, decode, encode
 from warren.errors import DiskFullError, WarrenError
@@ -45,6 +46,7 @@ TRANSITIONS = {
 
 _HIGH_WATER = 1024 * 1024  # bytes on their way to a client before its consumers are stopped
 _LOW_WATER = 256 * 1024
+_BEGUN_BYTES = 64 * 1024  # of unfinished messages that a client may still send while there is an alarm
 _CLOSE_SECONDS = 10.0
 _SETTLEMENTS = ((60, 80), (60, 90), (60, 110), (60, 120))  # basic.ack, reject, recover, nack
 _CLOSE_OK = method_frame(0, encode("connection.close-ok"))
@@ -134,6 +136,8 @@ class Connection(asyncio.Protocol):
         self._published = False  # in this turn
         self._told_blocked = False
         self._last_in = self._last_out = clock()
+        self._taken = -1  # bytes that the client's socket had taken when it was last looked at; -1: not waited for
+        self._last_taken = 0.0  # when that had changed
         self._timer: asyncio.TimerHandle | None = None
 
     # -- the transport -----------------------------------------------------------------------------------------------
@@ -211,8 +215,19 @@ class Connection(asyncio.Protocol):
                 self.fail(AmqpError(541, "the broker failed to do this; its log says why"))
             if self.state == CLOSED:
                 return
+        if self._scanner.under_way and self.state == OPEN:
+            self._check_contents()
         self.vhost.credit.spent(self.flow, self._published)
         self._published = False
+
+    def _check_contents(self) -> None:
+        """A message of which not all has come is in memory already. So what holds for a publish holds for its beginning:
+        its channel is open, and there is no alarm, unless it is a small one: that is held when it is complete."""
+        if self._scanner.stray(self.channels):
+            self.fail(AmqpError(504, "expected 'channel.open'", 60, 40))
+        elif self.vhost.alarms and self._scanner.buffered > _BEGUN_BYTES:
+            self._tell_blocked()
+            self.flow.wait_for(Wait.RESOURCES)
 
     def _handle_one(self, event: tuple[Any, ...]) -> Wait | None:
         """None: done; else what it has to wait for."""
@@ -234,6 +249,9 @@ class Connection(asyncio.Protocol):
         if channel.transaction is not None and channel.transaction.committing:
             return Wait.TRANSACTION
         if kind == PUBLISH:
+            # Only where it may be answered: a client that publishes before it reads what it consumes is not to hang.
+            if not self.writable and (channel.confirming or event[4] & MANDATORY):
+                return Wait.CLIENT
             if self.vhost.alarms:
                 self._tell_blocked()
                 return Wait.RESOURCES
@@ -492,13 +510,24 @@ class Connection(asyncio.Protocol):
     def _beat(self) -> None:
         """Twice in an interval: send where nothing was sent, and look whether the client is alive."""
         now = self._clock()
-        if now - self._last_in > 2 * self.heartbeat and not self.flow.waiting:
+        if not self._is_alive(now):
             log.warning("connection %s: missed heartbeats from client, timeout: %ss", self.peer, self.heartbeat)
             self.abort()
             return
         if now - self._last_out >= self.heartbeat / 2:
             self.send(HEARTBEAT_FRAME)
         self._timer = self._loop.call_later(self.heartbeat / 2, self._beat)
+
+    def _is_alive(self, now: float) -> bool:
+        if not self.flow.waits_for(Wait.CLIENT):
+            self._taken = -1
+            return self.flow.waiting or now - self._last_in <= 2 * self.heartbeat
+        # It is not read from until it reads: what its socket takes is the only sign of life.
+        assert self._transport is not None
+        taken = self.sent_bytes - self._transport.get_write_buffer_size()
+        if taken != self._taken:
+            self._taken, self._last_taken = taken, now
+        return now - self._last_taken <= 2 * self.heartbeat
 
     # -- rights ------------------------------------------------------------------------------------------------------
 

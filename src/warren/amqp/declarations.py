@@ -77,8 +77,7 @@ class Declarations:
         name = queue or ("" if passive else self.vhost.new_name())
         if passive:
             known = self.vhost.queue(name)  # an empty name stands for no other here
-            self._check_owner(known)
-            self._allow("configure", "queue", known.name)
+            self._check_owner(known)  # and nothing else: as in RabbitMQ, to ask for a queue needs no permission
         else:
             self._allow("configure", "queue", name)
             existing = self.vhost.queues.get(name)

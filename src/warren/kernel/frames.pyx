@@ -13,7 +13,8 @@ Rules:
 3. What a client announces is no reason to allocate: room grows, by doubling, with what came.
 4. Nothing a client sends raises. What the protocol forbids sets `error`, and the scanner is deaf from then on: the bytes
    behind a broken frame mean nothing. Codes and texts are RabbitMQ's where it has one, as clients and people know them.
-5. Properties are checked here, once, tables and all, so that no later reader of a stored head finds it malformed.
+5. Contents under way may wait for their rest for ever, on every channel: together they have a limit.
+6. Properties are checked here, once, tables and all, so that no later reader of a stored head finds it malformed.
 
 Only the methods that come once a message are decoded: publish and ack. All others are for those who know methods.
 """
@@ -63,12 +64,15 @@ cdef enum:
     SYNTAX_ERROR = 502
     CHANNEL_ERROR = 504
     UNEXPECTED_FRAME = 505
+    RESOURCE_ERROR = 506
 
     MAX_TABLE_DEPTH = 100       # as in queueing/properties.py, which reads what is let through here
     KEPT_BUFFER = 65536         # a larger buffer for a cut frame is given back when the frame is done
     KEPT_HEAD = 4096            # a longer head is not kept for the next message: thousands of channels may have one
     FIRST_ROOM = 4096           # for a body of several frames
 
+# Contents of several channels may be under way at once: a largest message, and so many bytes beside it.
+cdef uint64_t BESIDE_LARGEST = 64 * 1024 * 1024
 # An Entry counts its payload in 32 bits: neither a body nor a frame may come near them, whatever was configured.
 cdef uint64_t SIZE_LIMIT = 0x40000000
 
@@ -276,6 +280,9 @@ cdef class _Channel:
         self.body = NULL
         return body
 
+    cdef bint is_under_way(self) noexcept:
+        return self.stage == EXPECT_HEADER or self.stage == EXPECT_BODY
+
     cdef void drop_body(self) noexcept:
         Py_XDECREF(self.body)
         self.body = NULL
@@ -311,6 +318,7 @@ cdef class FrameScanner:
     cdef uint64_t rest_bytes
     cdef uint64_t rest_room
     cdef uint64_t partial               # bytes of contents under way, of all channels
+    cdef readonly uint64_t under_way    # how many these are: begun by their method, neither complete nor dropped
     cdef uint64_t now
     cdef dict channels
     cdef _Channel current               # the one looked up last
@@ -349,6 +357,16 @@ cdef class FrameScanner:
         """Bytes kept for later: of a frame that is not complete, and of contents that are not."""
         return self.rest_bytes + self.partial
 
+    def stray(self, dict channels not None):
+        """A channel with a content under way that is not among `channels`; 0: there is none."""
+        cdef _Channel channel = self.current
+        if self.under_way == 1 and channel is not None and channel.is_under_way():
+            return 0 if channel.number in channels else channel.number      # what a receive buffer cut: most often
+        for channel in self.channels.values():
+            if channel.is_under_way() and channel.number not in channels:
+                return channel.number
+        return 0
+
     def feed(self, data not None, uint64_t now):
         """The events of what was received; `now`, in microseconds, is when its messages were published."""
         cdef Py_buffer view
@@ -381,8 +399,10 @@ cdef class FrameScanner:
             if self.current is known:
                 self.current = None
         elif known.stage == EXPECT_HEADER:
+            self.under_way -= 1
             known.stage = SWALLOW_HEADER
         elif known.stage == EXPECT_BODY:
+            self.under_way -= 1
             self.partial -= PyBytes_GET_SIZE(known.head) + known.received
             known.drop_body()
             known.stage = SWALLOW_BODY
@@ -509,6 +529,7 @@ cdef class FrameScanner:
                 ) and channel.set_arguments(p, n):
                     return self.undecodable(BASIC_PUBLISH, p, n)
                 channel.stage = EXPECT_HEADER
+                self.under_way += 1
                 return 0
             if class_id == CLASS_BASIC and method_id == BASIC_ACK:
                 if n != 9:
@@ -546,6 +567,7 @@ cdef class FrameScanner:
             channel.stage = SWALLOW_BODY if size else EXPECT_METHOD
             return 0
         if size > self.largest_body:
+            self.under_way -= 1
             channel.stage = SWALLOW_BODY
             return self.emit((TOO_LARGE, channel.number, size))
         if channel.set_head(p + CONTENT_BYTES, n - CONTENT_BYTES):
@@ -559,7 +581,7 @@ cdef class FrameScanner:
             return self.publish(channel, b"")
         channel.stage = EXPECT_BODY
         self.partial += PyBytes_GET_SIZE(channel.head)
-        return 0
+        return self.is_too_much()
 
     cdef int body(self, _Channel channel, const uint8_t *p, uint32_t n) except -1:
         if n > channel.announced - channel.received:
@@ -577,9 +599,17 @@ cdef class FrameScanner:
         channel.add_body(p, n)
         self.partial += n
         if channel.received < channel.announced:
-            return 0
+            return self.is_too_much()
         self.partial -= PyBytes_GET_SIZE(channel.head) + channel.received
         return self.publish(channel, channel.take_body())
+
+    cdef int is_too_much(self) except -1:
+        """Not reading on would not help: the rest that the contents under way need would not come either."""
+        cdef uint64_t most = self.largest_body + BESIDE_LARGEST
+        if self.partial <= most or self.under_way < 2:
+            return 0
+        text = f"{self.under_way} unfinished messages on the channels of this connection have more than {most} bytes: "
+        return self.fail(RESOURCE_ERROR, text + "finish some before beginning others", CLASS_BASIC, BASIC_PUBLISH)
 
     # -- events --
 
@@ -587,6 +617,7 @@ cdef class FrameScanner:
         """A content is complete."""
         cdef Entry entry = Entry.__new__(Entry)
         channel.stage = EXPECT_METHOD
+        self.under_way -= 1
         entry.head = channel.head
         entry.body = body
         entry.published_at = self.now
@@ -636,7 +667,7 @@ cdef class FrameScanner:
         free(self.rest)
         self.rest = NULL
         self.rest_bytes = self.rest_room = 0
-        self.partial = 0
+        self.partial = self.under_way = 0
         self.channels = {}
         self.current = None
         return 1

@@ -34,6 +34,9 @@ cdef enum:
     LAST_TYPE = 12
     HAS_PRODUCER = 1
     PAYLOAD_IN_STORE = 2
+    STRIDE = 1024         # bytes between two sums that _Sums keeps
+    POWERS = 36           # x^(2^k) mod P for k below this: enough for 2^32 bytes
+    MOST_LIES = 64        # times the file
 
 BLOCK_HEADER_BYTES = BLOCK_HEADER
 RECORD_PREFIX_BYTES = PREFIX
@@ -370,16 +373,89 @@ cdef inline uint32_t _body_size(const unsigned char *p, const unsigned char *pay
     return size - 4 - number
 
 
-cdef bint _sound(const unsigned char *p, Py_ssize_t left) noexcept nogil:
-    """Is there a whole record with a true CRC at `p`?"""
+cdef class _Sums:
+    """CRCs of any piece of a file, in a time that does not grow with the piece: a search behind damage meets lengths that
+    mean nothing, and must neither sum over megabytes at each byte nor pass a large record over.
+
+    A CRC is a remainder, so that of a piece is that of all up to its end, less that of all up to its start times
+    x^(8 * length); the first two are at hand for every STRIDE bytes."""
+
+    cdef const unsigned char *data      # from where the search began
+    cdef Py_ssize_t start
+    cdef uint32_t *sums
+    cdef uint32_t powers[POWERS]
+    cdef uint64_t lies                  # bytes of groups that had a true CRC and were not whole
+
+    def __cinit__(self, bytes data not None, Py_ssize_t start):
+        """Requires: `data` lives longer."""
+        cdef Py_ssize_t i, n = (PyBytes_GET_SIZE(data) - start) // STRIDE
+        self.data = <const unsigned char *>PyBytes_AS_STRING(data) + start
+        self.start = start
+        self.sums = <uint32_t *>realloc(NULL, (n + 1) * sizeof(uint32_t))
+        if self.sums == NULL:
+            raise MemoryError()
+        self.sums[0] = 0
+        for i in range(n):
+            self.sums[i + 1] = warren_crc(self.sums[i], self.data + i * STRIDE, STRIDE)
+        self.powers[0] = 0x40000000
+        for i in range(1, POWERS):
+            self.powers[i] = _times(self.powers[i - 1], self.powers[i - 1])
+
+    def __dealloc__(self):
+        free(self.sums)
+
+    cdef uint32_t upto(self, Py_ssize_t at) noexcept:
+        cdef Py_ssize_t i = at // STRIDE
+        return warren_crc(self.sums[i], self.data + i * STRIDE, at - i * STRIDE)
+
+    cdef uint32_t of(self, Py_ssize_t at, uint32_t length) noexcept:
+        cdef uint32_t shift = 0x80000000, left = length
+        cdef int k = 3
+        at -= self.start
+        if length <= 2 * STRIDE:
+            return warren_crc(0, self.data + at, length)
+        while left:
+            if left & 1:
+                shift = _times(self.powers[k], shift)
+            left >>= 1
+            k += 1
+        return self.upto(at + length) ^ _times(shift, self.upto(at))
+
+
+cdef uint32_t _times(uint32_t a, uint32_t b) noexcept nogil:
+    """The product of two polynomials modulo that of CRC-32C; the highest bit is x^0."""
+    cdef uint32_t product = 0, bit = 0x80000000
+    while a:
+        if a & bit:
+            product ^= b
+            a ^= bit
+        bit >>= 1
+        b = (b >> 1) ^ (<uint32_t>0x82F63B78 * (b & 1))
+    return product
+
+
+cdef bint _sound(const unsigned char *data, Py_ssize_t at, Py_ssize_t size, _Sums sums) noexcept:
+    """Is there a whole record with a true CRC at `at`? With `sums`, in a search behind damage."""
+    cdef const unsigned char *p = data + at
     cdef uint32_t length, crc
-    if left < PREFIX + 2:
+    if size - at < PREFIX + 2:
         return False
     memcpy(&length, p, 4)
-    if length < 2 or length > left - PREFIX or p[PREFIX] == 0 or p[PREFIX] > LAST_TYPE:
-        return False
     memcpy(&crc, p + 4, 4)
-    return warren_crc(0, p + PREFIX, length) == crc and _whole(p + PREFIX, length)
+    p += PREFIX
+    if length < 2 or length > size - at - PREFIX or p[0] == 0 or p[0] > LAST_TYPE:
+        return False
+    if sums is None:
+        return warren_crc(0, p, length) == crc and _whole(p, length)
+    if not _plausible(p, length) or sums.of(at + PREFIX, length) != crc:
+        return False
+    if p[0] != GROUP:
+        return _whole(p, length)
+    if sums.lies <= <uint64_t>size * MOST_LIES:         # to look through forged groups takes time
+        if _whole(p, length):
+            return True
+        sums.lies += length
+    return False
 
 
 cdef bint _whole(const unsigned char *p, uint64_t length) noexcept nogil:
@@ -487,6 +563,7 @@ def replay(bytes data not None, Py_ssize_t start, uint32_t file, dict overlays n
     cdef Py_ssize_t at = start, size = PyBytes_GET_SIZE(data), bad = -1
     cdef uint64_t lsn = 0
     cdef uint32_t length
+    cdef _Sums sums = None            # once there was damage
     cdef Py_ssize_t blocks = 0, records = 0, dropped = 0
     while at < size:
         if _block(p + at, size - at):
@@ -496,7 +573,7 @@ def replay(bytes data not None, Py_ssize_t start, uint32_t file, dict overlays n
             memcpy(&lsn, p + at + 8, 8)
             blocks += 1
             at += BLOCK_HEADER
-        elif (bad < 0 or _plausible(p + at, size - at)) and _sound(p + at, size - at):
+        elif _sound(p, at, size, sums):
             if bad >= 0:
                 damaged.append((bad, at - bad))
                 bad = -1
@@ -506,6 +583,8 @@ def replay(bytes data not None, Py_ssize_t start, uint32_t file, dict overlays n
             records += 1
             at += PREFIX + length
         else:
+            if sums is None:
+                sums = _Sums(data, at)
             if bad < 0:
                 bad = at
             at += 1
@@ -517,22 +596,31 @@ def replay(bytes data not None, Py_ssize_t start, uint32_t file, dict overlays n
     return lsn, blocks, records, dropped
 
 
-cdef bint _plausible(const unsigned char *p, Py_ssize_t left) noexcept nogil:
-    """After damage: could a record begin here? Keeps the search from summing over whole files."""
-    cdef uint32_t length, payload
+cdef bint _plausible(const unsigned char *p, uint32_t length) noexcept nogil:
+    """Could a record of this length, as this module writes it, have its type byte at `p`? Looks at a few bytes only."""
+    cdef uint32_t n
     cdef uint16_t count
-    if left < PREFIX + 2:
-        return False
-    memcpy(&length, p, 4)
-    if p[PREFIX] == PUBLISH:
-        if left < PREFIX + PUBLISH_FIXED:
+    cdef uint64_t least
+    if p[0] == PUBLISH:
+        if length < PUBLISH_FIXED:
             return False
-        memcpy(&count, p + PREFIX + 2, 2)
-        memcpy(&payload, p + PREFIX + 4, 4)
-        return (length >= PUBLISH_FIXED + TARGET and length < 1048576
-                and payload + PUBLISH_FIXED + count * TARGET <= length
-                and length <= payload + PUBLISH_FIXED + count * TARGET + 264)
-    return length < 1048576
+        memcpy(&count, p + 2, 2)
+        memcpy(&n, p + 4, 4)
+        least = PUBLISH_FIXED + <uint64_t>count * TARGET + n
+        return least <= length and length <= least + 264
+    if p[0] == RESERVE:
+        return length == 24
+    if p[0] == ACK or p[0] == PURGE or p[0] == REQUEUE:
+        if length < 16:
+            return False
+        memcpy(&n, p + 4, 4)
+        return length == 16 + <uint64_t>n * (12 if p[0] == REQUEUE else 16)
+    if p[0] == GROUP:
+        if length < 4 + PREFIX + 2:
+            return length == 4
+        memcpy(&n, p + 4, 4)
+        return n <= length - 4 - PREFIX and p[4 + PREFIX] != GROUP and p[4 + PREFIX] <= LAST_TYPE
+    return True
 
 
 cdef bint _apply(unsigned char *data, Py_ssize_t at, uint32_t length, uint32_t file, dict overlays, dict acks,

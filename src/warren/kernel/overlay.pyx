@@ -258,6 +258,21 @@ cdef class Overlay:
         self.tidy()
         return acked, dead
 
+    def settled(self, bytes rows not None):
+        """Those of packed `rows` whose ack was synced since they were taken, as a flat list first, count, ... Requires: they
+        were not `moved`."""
+        cdef list dead = []
+        cdef Py_ssize_t i, at
+        cdef Py_ssize_t n = PyBytes_GET_SIZE(rows) // <Py_ssize_t>sizeof(Row)
+        cdef Row *row = <Row *>PyBytes_AS_STRING(rows)
+        at = self.find(row[0].seq) if n else 0
+        for i in range(n):
+            while at < self.n and self.rows[at].seq < row[i].seq:
+                at += 1
+            if at == self.n or self.rows[at].seq != row[i].seq or self.rows[at].state in (DEAD, GONE):
+                _extend(dead, row[i].seq)
+        return dead
+
     def forget(self, uint64_t first, uint64_t count):
         """Drop rows without a trace: replay found them in a segment already, or their journal bytes are damaged."""
         cdef uint64_t dropped = self.kill(first, count)

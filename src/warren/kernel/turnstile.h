@@ -102,15 +102,19 @@ static void wake(gate_t *gate) {
     if (gate) sem_post(&gate->woken);
 }
 
+/* Requires: the lock. */
+static void put_in_line(gate_t *gate, int at_front) {
+    if (gate->state != SHUT || gate->era != turnstile.era) return;
+    gate_t **link = at_front || turnstile.last == NULL ? &turnstile.first : &turnstile.last->next;
+    gate->state = OPEN;
+    gate->next = *link;
+    *link = gate;
+    if (gate->next == NULL) turnstile.last = gate;
+}
+
 static void gate_open(gate_t *gate, int at_front) {
     lock();
-    if (gate->state == SHUT && gate->era == turnstile.era) {
-        gate_t **link = at_front || turnstile.last == NULL ? &turnstile.first : &turnstile.last->next;
-        gate->state = OPEN;
-        gate->next = *link;
-        *link = gate;
-        if (gate->next == NULL) turnstile.last = gate;
-    }
+    put_in_line(gate, at_front);
     unlock();
 }
 
@@ -207,21 +211,25 @@ static void gate_leave(gate_t *gate) {
     pass_on(gate, 0);
 }
 
-/* All of `data`, and a sync, with the turn given meanwhile. 0, or -1 with errno. */
-static int write_and_sync_turn(int fd, const char *data, size_t size, off_t offset) {
-    int failed = 0;
-    give_turn();
-    while (size && !failed) {
+/* All of `data`, and a sync. 0, or an errno. */
+static int write_and_sync(int fd, const char *data, size_t size, off_t offset) {
+    while (size) {
         ssize_t written = pwrite(fd, data, size, offset);
         if (written >= 0) {
             data += written;
             size -= (size_t)written;
             offset += written;
         } else if (errno != EINTR) {
-            failed = errno;
+            return errno;
         }
     }
-    if (!failed && fdatasync(fd)) failed = errno;
+    return fdatasync(fd) ? errno : 0;
+}
+
+/* The same with the turn given meanwhile. 0, or -1 with errno. */
+static int write_and_sync_turn(int fd, const char *data, size_t size, off_t offset) {
+    give_turn();
+    int failed = write_and_sync(fd, data, size, offset);
     take_turn();
     errno = failed;
     return failed ? -1 : 0;

@@ -128,13 +128,24 @@ cdef class Unacked:
         self.tidy()
         return groups
 
-    def tags(self):
-        """The tags that are outstanding, for those who watch."""
+    def __contains__(self, uint64_t tag):
+        """Is it outstanding?"""
+        return self.find(tag) >= 0
+
+    def tags(self, uint64_t above=0, uint64_t last=0xFFFFFFFFFFFFFFFF):
+        """The tags that are outstanding, of those above `above`, up to and with `last`; only these are walked over."""
         cdef list found = []
-        cdef Py_ssize_t i
-        for i in range(self.start, self.stop):
-            if not self.rows[i].mark & 1:
-                found.append(self.rows[i].mark >> 1)
+        cdef Py_ssize_t low = self.start, high = self.stop, middle
+        while low < high:
+            middle = (low + high) >> 1
+            if self.rows[middle].mark >> 1 <= above:
+                low = middle + 1
+            else:
+                high = middle
+        while low < self.stop and self.rows[low].mark >> 1 <= last:
+            if not self.rows[low].mark & 1:
+                found.append(self.rows[low].mark >> 1)
+            low += 1
         return found
 
     def first(self):

@@ -15,6 +15,7 @@ Rules:
    ten open pages cost as much as one.
 3. Nobody is asked who he is, and nothing can be changed here. The default address is the machine's own.
 4. Signals belong to the node: the HTTP server neither catches them nor ends the process.
+5. Clients that keep us waiting are ended, see `warren.http_server`: they share descriptors with the broker's.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from warren.errors import WarrenError
+from warren.http_server import http_config
 from warren.node.status_html import PAGE, SCRIPT, STYLE
 
 logger = logging.getLogger(__name__)
@@ -173,18 +175,7 @@ class StatusServer:
         assert self._task is None, "started twice"
         listener = _listen(self.host, self.port)
         self.port = listener.getsockname()[1]
-        config = uvicorn.Config(
-            self._application(),
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            ssl_certfile=self._certificate[0] if self._certificate is not None else None,
-            ssl_keyfile=self._certificate[1] if self._certificate is not None else None,
-            timeout_graceful_shutdown=_STOP_SECONDS,
-        )
+        config = http_config(self._application(), self._certificate, timeout_graceful_shutdown=_STOP_SECONDS)
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([listener]), name="warren-status-page")
         listening = asyncio.create_task(self._server.listening.wait())

@@ -39,6 +39,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from warren.errors import WarrenError
+from warren.http_server import HttpConnection, http_config
 from warren.pipeline.amqp_rows import SCHEMA
 from warren.pipeline.broker_client import BrokerClient
 from warren.pipeline.errors import PipelineError
@@ -360,6 +361,10 @@ def _refusal(status: int, code: str, reason: str) -> Response:
     return JSONResponse({"error": code, "reason": reason}, status)
 
 
+class _Connection(HttpConnection):
+    most = 4096  # every task that runs has one, in a cluster
+
+
 class _Server(uvicorn.Server):
     def install_signal_handlers(self) -> None:
         pass
@@ -374,19 +379,10 @@ def main() -> int:
     except OSError as error:
         print(json.dumps({"error": f"cannot listen on {said['host']}:{said['port']}: {error.strerror}"}), flush=True)
         return 1
-    certificate, key = said["certificate"] or (None, None)
-    data_server = DataServer(bytes.fromhex(said["key"]), said["stamps"], said["node"], certificate)
-    config = uvicorn.Config(
-        data_server.application(),
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
-    )
+    certificate: tuple[str, str] | None = tuple(said["certificate"]) if said["certificate"] else None
+    key = bytes.fromhex(said["key"])
+    data_server = DataServer(key, said["stamps"], said["node"], certificate[0] if certificate is not None else None)
+    config = http_config(data_server.application(), certificate, _Connection)
     server = _Server(config)
 
     def watch() -> None:

@@ -11,7 +11,7 @@ Rules:
 2. A batch is decided once. Its identity is the query's id and the batch's number, which a restarted query has again; row
    positions, partitions and attempts are no part of it, so a repetition may be split in another way.
 3. The *writer* is the name under which the broker remembers the last decision: option producerName, else the query's id
-   out of its checkpoint. Two queries that run at once must not share one.
+   out of its checkpoint, else its name. Two queries that run at once must not share one.
 4. Executors get a ticket for the stages of that writer, and never credentials. The batch writer travels between processes
    of the driver in the same way as to executors; so its token waits in a file that only the driver's user can read.
 """
@@ -255,7 +255,8 @@ def _writer_of_checkpoint(location: str | None, query_name: str | None) -> str:
 
     Where the checkpoint is a local directory, its file `metadata` has the query's id. Elsewhere the location itself has to
     do; batches carry the query's id anyway, so a new checkpoint in an old place is not taken for a repetition. A query
-    without either has a checkpoint that nobody will find again: any name is good."""
+    without either is refused, as a checkpoint of the session's configuration is not told to writers: one writer stages,
+    another one decides, and both must come to the same name."""
     if location is not None:
         parts = urlsplit(location)
         if parts.scheme in ("", "file"):
@@ -265,7 +266,10 @@ def _writer_of_checkpoint(location: str | None, query_name: str | None) -> str:
         return "spark-" + hashlib.sha256(location.rstrip("/").encode()).hexdigest()[:32]
     if query_name is not None:
         return "spark-" + hashlib.sha256(query_name.encode()).hexdigest()[:32]
-    return f"spark-{uuid.uuid4().hex}"
+    raise OptionError(
+        "a streaming sink needs a name that lasts, and has none: give the query option checkpointLocation or queryName, or "
+        "the sink option producerName. spark.sql.streaming.checkpointLocation is not enough: Spark does not tell sinks of it"
+    )
 
 
 def _checked(messages: list[WriterCommitMessage | None]) -> list[Staged | None]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from warren.kernel.entry import Entry
 
 MOST_AT_ONCE = 256  # messages that one consumer gets before the next one's turn, where it is alone
+MOST_BYTES_AT_ONCE = 1024 * 1024  # and bytes of their bodies: they are in RAM twice, as messages and as frames
 
 
 class Receiver(Protocol):
@@ -84,16 +85,20 @@ class Consumer:
         return min(room, MOST_AT_ONCE)
 
 
+Shares = list[tuple[Consumer, list[int]]]  # who gets which of the next messages: positions, at least one each
+
+
 class Consumers:
     """Those of one queue."""
 
-    __slots__ = ("_all", "_priorities", "_rounds", "_single", "active", "ever")
+    __slots__ = ("_all", "_priorities", "_rounds", "_single", "_turns", "active", "ever")
 
     def __init__(self, *, single_active: bool = False) -> None:
         self._single = single_active
         self._all: list[Consumer] = []  # in order of arrival
         self._rounds: dict[int, deque[Consumer]] = {}  # priority -> those that can take messages, next one first
         self._priorities: list[int] = []  # of the rounds that are not empty, highest first
+        self._turns: list[tuple[Consumer, bool]] = []  # of the last deal, in order: got a message, or was blocked
         self.active: Consumer | None = None  # the single active one
         self.ever = False  # there was one: auto-delete waits for that
 
@@ -120,6 +125,7 @@ class Consumers:
         if consumer not in self._all:
             return False
         self._all.remove(consumer)
+        self._turns.clear()
         self._leave(consumer)
         consumer.blocked = False  # or an ack after its cancel would bring it back
         if self.active is consumer:
@@ -170,9 +176,35 @@ class Consumers:
                 return round_[0]
         return None
 
-    def take_turns(self, count: int) -> list[tuple[Consumer, list[int]]]:
-        """Deal up to `count` messages: each consumer with the positions that it gets. Fewer are dealt when all are
-        blocked, and never more than MOST_AT_ONCE; who has no room left is blocked by this."""
+    def deal(self, count: int) -> Shares:
+        """Who gets which of the next `count` messages. Fewer are dealt when all are blocked, and never more than
+        MOST_AT_ONCE; who has no room left is blocked by this."""
+        self._turns.clear()
+        alone = self.only()
+        if alone is None:
+            return self._take_turns(count)
+        room = min(alone.room(), count)
+        if room <= 0:
+            self.block(alone)
+            return self.deal(count) if self.waiting() else []
+        return [(alone, list(range(room)))]
+
+    def take_back(self, shares: Shares, came: int) -> Shares:
+        """Only so many messages came: the shares in those. The turns of the others were not taken, and nobody is blocked
+        for them, who would wait for an ack of what was never sent. Requires: nothing was done since `deal`."""
+        missed = sum(len(positions) for _, positions in shares) - came
+        while missed and self._turns:
+            consumer, dealt = self._turns.pop()
+            if dealt:
+                self._rounds[consumer.priority].rotate(1)
+                missed -= 1
+            else:
+                consumer.blocked = False
+                self._join(consumer, first=True)
+        kept = [(consumer, [position for position in positions if position < came]) for consumer, positions in shares]
+        return [(consumer, positions) for consumer, positions in kept if positions]
+
+    def _take_turns(self, count: int) -> Shares:
         count = min(count, MOST_AT_ONCE)  # so that nobody is blocked for having had so many, who has room for more
         dealt: dict[Consumer, list[int]] = {}
         room: dict[Consumer, int] = {}
@@ -187,16 +219,18 @@ class Consumers:
                 shared.setdefault(receiver, receiver.room())
             if room[consumer] <= 0 or shared[receiver] <= 0:
                 self.block(consumer)
+                self._turns.append((consumer, False))
                 continue
             room[consumer] -= 1
             if not consumer.no_ack:
                 shared[receiver] -= 1
             round_.rotate(-1)
+            self._turns.append((consumer, True))
             dealt.setdefault(consumer, []).append(position)
             position += 1
         return list(dealt.items())
 
-    def _join(self, consumer: Consumer) -> None:
+    def _join(self, consumer: Consumer, first: bool = False) -> None:
         if self._single and self.active is not consumer:
             return
         round_ = self._rounds.get(consumer.priority)
@@ -205,7 +239,11 @@ class Consumers:
         if not round_:
             self._priorities.append(consumer.priority)
             self._priorities.sort(reverse=True)
-        if consumer not in round_:
+        if consumer in round_:
+            return
+        if first:
+            round_.appendleft(consumer)
+        else:
             round_.append(consumer)
 
     def _leave(self, consumer: Consumer) -> None:

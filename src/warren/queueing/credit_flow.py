@@ -19,6 +19,8 @@ bytes where they do pile up, and granted to readers:
    publisher pauses for some milliseconds in so many bytes (`VhostStore.overload` says how long).
 3. Held events. What a reader has read and cannot do yet (an alarm, a full disk, a transaction that is committing, answers
    that the client does not read) it keeps, and reads nothing behind it. So there is one receive buffer of them at most.
+4. Contents under way. The body of a message that has not all come is in memory. No pause would make the rest come, so
+   their sum over the channels of a connection has a limit (kernel/frames.pyx); an alarm stops a reader in the middle of one.
 
 A reader may wait for several things at once. It is paused by the first and goes on with the last. Each `Wait` is ended by
 whoever began it, so none can end another's: an alarm that is cleared does not make a reader go on that waits for a commit.
@@ -106,6 +108,9 @@ class ReaderFlow:
     @property
     def waiting(self) -> bool:
         return bool(self._waits)
+
+    def waits_for(self, wait: Wait) -> bool:
+        return wait in self._waits
 
     def wait_for(self, wait: Wait) -> None:
         """Read no more until `done`."""

@@ -7,6 +7,50 @@ from warren.kernel.entry import Entry
 from warren.queueing.arguments import QueueArguments
 from warren.storage.backing_queue import BackingQueue
 
+_DEAD_AT_ONCE = 512  # messages
+DEAD_BYTES_AT_ONCE = 1024 * 1024  # of their bodies
+
+
+class DeadAtOnce:
+    """How many die in one transaction: so many messages, or so many bytes and the message that reaches them. Others have
+    their turn before the rest."""
+
+    __slots__ = ("_bytes", "_count")
+
+    def __init__(self) -> None:
+        self._count = self._bytes = 0
+
+    def expired(self, backing: BackingQueue, now_us: int) -> list[Entry]:
+        """Of the head those that expired; they wait for an ack."""
+
+        def dies(entry: Entry) -> bool:
+            if not 0 < entry.expiry <= now_us or self._is_full():
+                return False
+            self._add(entry)
+            return True
+
+        found: list[Entry] = []
+        return backing.fetchwhile(dies, _gather, found)[1]
+
+    def pending(self, backing: BackingQueue, seqs: list[int]) -> tuple[list[Entry], list[int]]:
+        """Of `seqs` those that wait for an ack, and the seq_ids that were not looked at."""
+        entries: list[Entry] = []
+        for position, seq in enumerate(seqs):
+            if self._is_full():
+                return entries, seqs[position:]
+            found: list[Entry] = []
+            for entry in backing.ackfold(_gather, found, [seq]):
+                self._add(entry)
+                entries.append(entry)
+        return entries, []
+
+    def _is_full(self) -> bool:
+        return self._count >= _DEAD_AT_ONCE or self._bytes >= DEAD_BYTES_AT_ONCE
+
+    def _add(self, entry: Entry) -> None:
+        self._count += 1
+        self._bytes += entry.body_size
+
 
 class Limits:
     """What a queue's arguments forbid. Requires: the engine's lock."""
@@ -78,3 +122,8 @@ class Limits:
             return []
         counts = backing.counts
         return [seq for seq in seqs if counts.get(seq, 0) + 1 > limit]
+
+
+def _gather(entry: Entry, found: list[Entry]) -> list[Entry]:
+    found.append(entry)
+    return found

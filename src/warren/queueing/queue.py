@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -382,7 +383,13 @@ class Queue:
         """Settle messages of this queue, all or none: done with them."""
         with self._lock:
             self._check()
-            self._backing.ack(self._settle(messages))
+            messages = messages if isinstance(messages, list) else listed(messages, "messages")
+            seqs = self._settle(messages)
+            try:
+                self._backing.ack(seqs)
+            except BaseException:
+                self._unsettle(messages)
+                raise
         self._store.wake()
 
     def nack_many(self, messages: Sequence[Message], *, requeue: bool = True) -> None:
@@ -393,24 +400,44 @@ class Queue:
             self._check()
             messages = messages if isinstance(messages, list) else listed(messages, "messages")
             seqs = self._settle(messages)
-            if requeue:
-                spent = self._limits.over_delivery_limit(self._backing, seqs)
-                if spent:
-                    self._backing.ack(spent)
-                    gone = set(spent)
-                    seqs = [seq for seq in seqs if seq not in gone]
-                self._detach(messages)
-                self._backing.requeue(seqs)
-                if self._limited:
-                    self._limits.drop_head(self._backing)
-                self._announce(len(seqs))
-            else:
-                self._backing.ack(seqs)
+            try:
+                if requeue:
+                    self._requeue(messages, seqs)
+                else:
+                    self._backing.ack(seqs)
+            except BaseException:
+                self._unsettle(messages)
+                raise
         self._store.wake()
+
+    def _requeue(self, messages: Sequence[Message], seqs: list[int]) -> None:
+        """Back to their places; those that were delivered too often are dropped instead. Requires: the lock."""
+        spent = self._limits.over_delivery_limit(self._backing, seqs)
+        if spent:
+            gone = set(spent)
+            seqs = [seq for seq in seqs if seq not in gone]
+        self._detach(messages)
+        self._backing.requeue(seqs)  # first: the disk may refuse it, and then nothing has happened
+        if spent:
+            self._backing.ack(spent)
+        if self._limited:
+            self._limits.drop_head(self._backing)
+        self._announce(len(seqs))
+
+    def _unsettle(self, messages: Sequence[Message]) -> None:
+        """Settling failed: what still waits for an ack can be settled another time. Requires: the lock."""
+        seqs = [message.entry.seq for message in messages]
+        waiting: set[int] = set()
+        with contextlib.suppress(WarrenError, OSError):  # then the store has failed; what happened first is raised
+            self._backing.ackfold(lambda entry, _: waiting.add(entry.seq), None, seqs)
+        for message in messages:
+            if message.entry.seq in waiting:
+                message.settled = False
 
     @staticmethod
     def _detach(messages: Sequence[Message]) -> None:
-        """The entries are the queue's again, which may page them out: who holds a message keeps what it showed."""
+        """The entries are to be the queue's again, which may page them out at once: who holds a message keeps what it
+        showed."""
         for message in messages:
             message.entry = message.entry.copy()
 

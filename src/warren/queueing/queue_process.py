@@ -19,23 +19,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import time
 from typing import Any
 
 from warren.kernel.entry import PERSISTENT, Entry, place_entries, seqs_of, some_expire
 from warren.queueing.arguments import QueueArguments
-from warren.queueing.consumers import MOST_AT_ONCE, Consumer, Consumers
+from warren.queueing.consumers import MOST_AT_ONCE, MOST_BYTES_AT_ONCE, Consumer, Consumers, Shares
 from warren.queueing.dead_letter import DELIVERY_LIMIT, EXPIRED, MAXLEN, REJECTED
 from warren.queueing.decorators import Decorations
 from warren.queueing.guard import QueueCrashed, guarded
-from warren.queueing.limits import Limits
+from warren.queueing.limits import DEAD_BYTES_AT_ONCE, DeadAtOnce, Limits
 from warren.queueing.monitors import Monitors, Sender
 from warren.queueing.owner import Cancellable, Owner
 from warren.storage.vhost_store import StoredQueue
 
 _ALL_FLAGS = 255
-_DEAD_AT_ONCE = 512  # dead letters in one transaction
 
 
 class Delivered:
@@ -300,7 +298,7 @@ class QueueProcess:
     def _hand_over(self, entries: list[Entry]) -> tuple[list[Entry], bool]:
         """Straight to consumers that wait: what they did not take, and whether anything was journaled."""
         # No more at once than one consumer takes, or it would be blocked for having no room when it has.
-        shares = self._shares(min(len(entries), MOST_AT_ONCE))
+        shares = self.consumers.deal(min(len(entries), MOST_AT_ONCE))
         taken = sum(len(positions) for _, positions in shares)
         if not taken:
             return entries, False
@@ -312,18 +310,7 @@ class QueueProcess:
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def _shares(self, count: int) -> list[tuple[Consumer, list[int]]]:
-        """Who gets which of the next `count` messages."""
-        alone = self.consumers.only()
-        if alone is None:
-            return self.consumers.take_turns(count)
-        room = min(alone.room(), count)
-        if room <= 0:
-            self.consumers.block(alone)
-            return self._shares(count) if self.consumers.waiting() else []
-        return [(alone, list(range(room)))]
-
-    def _send(self, shares: list[tuple[Consumer, list[int]]], entries: list[Entry]) -> None:
+    def _send(self, shares: Shares, entries: list[Entry]) -> None:
         for consumer, positions in shares:
             part = _pick(entries, positions)
             if not consumer.no_ack:
@@ -337,21 +324,23 @@ class QueueProcess:
         if self._running or self.deleted:
             return
         self._running = True
+        behind = False
         try:
             while self.consumers.waiting() and not self._backing.is_empty():
-                if self._expiring:
-                    self.expire()
-                    if self._backing.is_empty():
+                now = _now() if self._expiring else 0  # one time for a batch: what is left at the head is good
+                if now:
+                    behind = self.expire(now)
+                    if behind or self._backing.is_empty():
                         break  # no message is no reason to take a consumer for blocked
-                shares = self._shares(min(len(self._backing), MOST_AT_ONCE))
-                count = sum(len(positions) for _, positions in shares)
-                if not count:
+                shares = self.consumers.deal(min(len(self._backing), MOST_AT_ONCE))
+                if not shares:
                     break
                 with self._lock:
-                    self._run_batch(shares, count)
+                    if not self._run_batch(shares, now):
+                        break
         finally:
             self._running = False
-        if self._expiring:
+        if self._expiring and not behind:
             self.expire()  # what is at the head now may have been behind a message without a time
         if self._decorations is not None:
             self._tell_state()
@@ -361,14 +350,21 @@ class QueueProcess:
         if self._decorations is not None and not self.deleted:
             self._decorations.consumer_state(self.consumers.highest(), self._backing.is_empty())
 
-    def _run_batch(self, shares: list[tuple[Consumer, list[int]]], count: int) -> None:
-        without_ack = all(consumer.no_ack for consumer, _ in shares) and not self._has_returned()
-        entries = self._backing.fetch(count, ack_required=not without_ack)
+    def _run_batch(self, shares: Shares, now: int) -> bool:
+        """Whether there was a message, though perhaps one that expired (`now` is 0 where none do)."""
+        count = sum(len(positions) for _, positions in shares)
+        # A dead letter is acked together with its arrival elsewhere (rule 4), not when it is fetched.
+        may_bury = now > 0 and self.arguments.dead_letter_exchange is not None
+        without_ack = all(consumer.no_ack for consumer, _ in shares) and not may_bury and not self._has_returned()
+        fetched = self._backing.fetch(count, not without_ack, MOST_BYTES_AT_ONCE)
         if without_ack:
             self._owner.wake()
-        if self._expiring and (gone := self._limits.expired_among(entries, _now())):
-            self._bury(entries, set(gone), pending=not without_ack)
-            entries = [entry for entry in entries if entry.seq not in set(gone)]
+        gone = set(self._limits.expired_among(fetched, now)) if now else set()
+        entries = [entry for entry in fetched if entry.seq not in gone] if gone else fetched
+        if len(entries) < count:
+            shares = self.consumers.take_back(shares, len(entries))
+        if gone:
+            self._bury(fetched, gone, pending=not without_ack)
         self._send(shares, entries)
         if not without_ack:
             settled = [
@@ -377,6 +373,7 @@ class QueueProcess:
             if settled:
                 self._backing.ack(settled)
                 self._owner.wake()
+        return bool(fetched)
 
     def _bury(self, entries: list[Entry], gone: set[int], *, pending: bool) -> None:
         """Messages that expired while others before them were fetched."""
@@ -397,8 +394,8 @@ class QueueProcess:
     def get(self, no_ack: bool) -> tuple[Entry, bool] | None:
         """For basic.get: a message, and whether it was delivered before."""
         self.used()
-        if self._expiring:
-            self.expire()
+        while self._expiring and self.expire():
+            pass  # however many there are: this one has to be good
         with self._lock:
             keep = not no_ack or self._has_returned()
             entries = self._backing.fetch(1, ack_required=keep)
@@ -453,8 +450,7 @@ class QueueProcess:
         if self.arguments.dead_letter_exchange is None:
             self._backing.ack(seqs)
             return
-        seqs, rest = seqs[:_DEAD_AT_ONCE], seqs[_DEAD_AT_ONCE:]
-        entries: list[Entry] = self._backing.ackfold(_gather, [], seqs)
+        entries, rest = DeadAtOnce().pending(self._backing, seqs)
         self._end(entries, reason, pending=True)
         if rest:  # others have their turn in between
             self._owner.later(0, functools.partial(self._settle_rest, rest, reason))
@@ -561,17 +557,18 @@ class QueueProcess:
             if arguments.dead_letter_exchange is None:
                 self._limits.overflowed += len(backing.drop(min(over, MOST_AT_ONCE)))
                 continue
-            entries = backing.fetch(min(over, MOST_AT_ONCE))
+            entries = backing.fetch(min(over, MOST_AT_ONCE), True, DEAD_BYTES_AT_ONCE)
             if not entries:
                 return
             self._limits.overflowed += len(entries)
             self._end(entries, MAXLEN, pending=True)
 
     @guarded
-    def expire(self) -> None:
-        """Expired messages leave from the head; the next one sets the timer."""
+    def expire(self, now: int = 0) -> bool:
+        """Expired messages leave from the head; the next one sets the timer. Whether it expired as well: there were more
+        than may die at once, and the timer goes on with them."""
         backing = self._backing
-        now = _now()
+        now = now or _now()
         with self._lock:
             head = backing.peek()
             if head is not None and 0 < head.expiry <= now:
@@ -579,11 +576,7 @@ class QueueProcess:
                     self._limits.drop_expired(backing, now)
                     self._owner.wake()
                 else:
-                    dead: list[Entry] = []
-                    room = itertools.count()  # others have their turn in between: the timer goes on with the rest
-                    _, dead = backing.fetchwhile(
-                        lambda entry: 0 < entry.expiry <= now and next(room) < _DEAD_AT_ONCE, _gather, dead
-                    )
+                    dead = DeadAtOnce().expired(backing, now)
                     self._limits.expired += len(dead)
                     self._end(dead, EXPIRED, pending=True)
                 head = backing.peek()
@@ -591,6 +584,8 @@ class QueueProcess:
             self._expiring = backing.depth() > 0
         elif head.expiry:
             self._expire_at(head.expiry)
+            return head.expiry <= now
+        return False
 
     def _expire_at(self, due: int) -> None:
         if self._expiry_timer is not None:
@@ -682,11 +677,6 @@ class QueueProcess:
 
 def _now() -> int:
     return time.time_ns() // 1000
-
-
-def _gather(entry: Entry, found: list[Entry]) -> list[Entry]:
-    found.append(entry)
-    return found
 
 
 def _pick(entries: list[Entry], positions: list[int]) -> list[Entry]:

@@ -18,6 +18,7 @@ from warren.kernel.entry import Entry
 from warren.kernel.ranges import RangeSet
 
 T = TypeVar("T")
+NO_LIMIT = 2**62  # bytes
 
 
 @dataclass(slots=True)
@@ -92,8 +93,9 @@ class BackingQueue(Protocol):
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def fetch(self, count: int, ack_required: bool = True) -> list[Entry]:
-        """Up to `count` messages from the head, with bodies; pending acks unless not required."""
+    def fetch(self, count: int, ack_required: bool = True, most_bytes: int = NO_LIMIT) -> list[Entry]:
+        """Up to `count` messages from the head, with bodies; pending acks unless not required. The bodies have at most
+        `most_bytes` together, but for a first message that has more by itself."""
 
     def drop(self, count: int, ack_required: bool = False) -> list[int]:
         """As fetch, but nobody needs the bodies: seq_ids."""

@@ -147,9 +147,11 @@ class Checkpoint:
             self._move(movers)
             self._write_acks_and_unlink()
             self._slots.sync()
-            for index, rows in self._moved:
+            while self._moved:
                 with self._owner.lock:
+                    index, rows = self._moved[-1]
                     index.take_over(rows)
+                    self._moved.pop()  # nothing to give back: the overlay has forgotten rows that are alive
             for index in self._renamed:
                 index.unsynced_parents.clear()
         except BaseException:

@@ -2,8 +2,12 @@
 
 A thread that calls `sync` becomes the leader if there is none, and runs one commit: message store first, then journal, so
 that a journal record never refers to a body that is not there. Those who call meanwhile wait, each at a gate of its
-own; what they appended forms the next commit, led by one of them. So commits never overlap, no thread exists for the
-purpose, and a thread that is alone pays no hand-over.
+own; what they appended forms the next commit, led by one of them. So commits never overlap, and a thread that is alone
+pays no hand-over.
+
+Where many wait, nobody leads: the commit is given to a thread for the disk, and whoever of the crowd passes by when it is
+written collects it, tells the others and gives the next (`DiskThread`, docs/decisions/0011). One of those who wait is the
+deputy: it is woken to collect if nobody passes by. What is more than a write and a sync of the journal's file is led.
 
 When the disk is full: the reserve is given up, so that the commit under way, and acks after it, have room; publishing is
 refused (`full`) until the reserve could be taken again. Nothing is lost and nothing has to be restarted: a commit that
@@ -11,6 +15,11 @@ could not be written is kept and tried again, at the same place.
 
 When a write or a sync fails otherwise, what the disk holds is unknown: the store has failed, nothing of that batch is
 ever confirmed, and every call raises StoreFailedError until the store is opened again, through recovery.
+
+When a thread is called away, by Ctrl-C or another signal whose handler raises: it stands down, and somebody else leads in
+its place. A commit that it had begun is kept and run again, at the same place, by whoever leads next. Only where it was
+called away in the middle of beginning or ending one, which is work in memory, has the store failed. Python looks for
+signals at calls and in loops, so plain assignments, one behind the other, happen all or not at all.
 """
 
 from __future__ import annotations
@@ -22,7 +31,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from warren.errors import DiskFullError, StoreClosedError, StoreFailedError, WarrenError
-from warren.kernel.gates import Gate, open_gates
+from warren.kernel.gates import DiskThread, Gate, open_gates
 from warren.storage.disk import Disk
 from warren.storage.journal import Journal, JournalCommit
 from warren.storage.message_store import Commit as StoreCommit
@@ -30,38 +39,55 @@ from warren.storage.message_store import MessageStore
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NEVER = 1 << 64  # above every LSN
+_CROWD = 4  # threads that wait for one commit, from which on the thread for the disk does the next one
+_THREAD = -1  # in the place of a leader: the thread for the disk has the commit
+_LEADS = "this thread is running a commit: it cannot wait for another one (is this a signal handler?)"
+_HAS_LOCK = "this thread holds the engine's lock, which the commit under way needs to end: it cannot wait for it"
 
 
 class _Waiter:
-    __slots__ = ("error", "gate", "lead", "lsn")
+    """A call that waits. Its gate is opened when it is done, or its thread has the lead, or shall collect."""
 
-    def __init__(self, lsn: int) -> None:
+    __slots__ = ("done", "error", "gate", "lsn", "thread")
+
+    def __init__(self, lsn: int, thread: int) -> None:
         self.lsn = lsn
+        self.thread = thread
         self.gate = Gate()
-        self.lead = False
+        self.done = False
         self.error: WarrenError | None = None
 
 
 class _Batch:
     """What one commit takes to the disk."""
 
-    __slots__ = ("journal", "store")
+    __slots__ = ("_failed", "journal", "store", "store_syncs")
 
-    def __init__(self, store: StoreCommit | None, journal: JournalCommit | None) -> None:
+    def __init__(self, store: StoreCommit | None, journal: JournalCommit | None, store_syncs: int) -> None:
         self.store = store
         self.journal = journal
+        self.store_syncs = store_syncs  # as many were asked for when it began
+        self._failed: OSError | None = None
 
     def run(self) -> None:
-        if self.store is not None:
-            self.store.run()
-        if self.journal is not None:
-            self.journal.run()
+        """May be called again, unless it is poisoned; then it raises the same."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            if self.store is not None:
+                self.store.run()
+            if self.journal is not None:
+                self.journal.run()
+        except OSError as error:
+            if error.errno not in FULL:  # noted before anything can call this thread away: no other may run it again
+                self._failed = error
+            raise
 
     @property
     def poisoned(self) -> bool:
-        """A sync of the message store failed: what its files hold is unknown. (The journal's block is written anew by the
-        next `run`, whatever became of it.)"""
-        return self.store is not None and self.store.poisoned
+        """What the disk holds is unknown: an error that is none of room, or of a sync of the message store. (For want of
+        room the journal's block is written anew by the next `run`, whatever became of it.)"""
+        return self._failed is not None or (self.store is not None and self.store.poisoned)
 
     def done(self) -> None:
         if self.store is not None:
@@ -81,10 +107,14 @@ class Committer:
         self._store = store
         self._reserve_path = os.path.join(root, "journal", "RESERVE")
         self._reserve_bytes = reserve_bytes
-        self._leader = False
+        self._leader = 0  # the thread that leads; 0: none
         self._waiters: list[_Waiter] = []
-        self._stuck: _Batch | None = None  # could not be written for want of disk; first in line
-        self._sync_store = False  # the next commit syncs the message store even if commits do not
+        self._thread = DiskThread()
+        self._deputy: _Waiter | None = None  # is woken if nobody collects what the thread has written
+        self._to_open: list[tuple[list[Gate], Gate | None]] = []  # once the lock is free: they come for it at once
+        self._batch: _Batch | None = None  # begun and not done: first in line if nobody leads, as after a full disk
+        # Calls that want the message store synced even if commits do not, and as many as got it.
+        self._store_syncs = self._store_synced = 0
         self.failed: WarrenError | None = None
         self.full = False
         self.full_changed: Callable[[bool], None] = lambda is_full: None  # told with the lock, by any thread, in order
@@ -111,7 +141,7 @@ class Committer:
         with self._lock:
             if self.failed is None:
                 failure = StoreFailedError(
-                    f"a write to {self._root} failed: {error}. What was not synced is unknown. "
+                    f"a write to {self._root} failed: {str(error) or type(error).__name__}. What was not synced is unknown. "
                     "Close the store and open it again: it recovers everything that was confirmed"
                 )
                 failure.__cause__ = error
@@ -137,102 +167,158 @@ class Committer:
         with self._lock:
             if self.failed is None:
                 self.failed = StoreClosedError(f"the store {self._root} was closed")
+        self._thread.stop()  # its file is about to be closed
 
     # -- waiting for safety ------------------------------------------------------------------------------------------
 
     def sync(self, lsn: int | None = None) -> None:
-        """Return when everything appended up to `lsn` (default: up to now) is safe."""
-        with self._lock:
-            self.check()
-            if lsn is None:
-                lsn = self._journal.appended_lsn
-            if self._journal.synced_lsn >= lsn and not self._sync_store:
-                return
-            lead = not self._leader
-            self._leader = True
-            waiter = None if lead else _Waiter(lsn)
+        """Return when everything appended up to `lsn` (default: up to now) is safe. Raises RuntimeError where it would
+        wait for ever, because this thread has what the leader needs."""
+        me = threading.get_ident()
+        if self._leader == me:
+            raise RuntimeError(_LEADS)
+        waiter: _Waiter | None = None
+        try:
+            with self._lock:
+                if isinstance(self.failed, StoreClosedError) and lsn is not None and self._journal.synced_lsn >= lsn:
+                    return  # the last commit before the close had it
+                self.check()
+                if lsn is None:
+                    lsn = self._journal.appended_lsn
+                if (
+                    self._journal.synced_lsn >= lsn
+                    and self._store_synced == self._store_syncs
+                    and (self._leader or self._batch is None)
+                ):
+                    return
+                if self._leader:
+                    waiter = _Waiter(lsn, me)
+                    self._join(waiter)
+                else:
+                    self._leader = me
             if waiter is not None:
-                self._waiters.append(waiter)
-        if waiter is not None:
-            self._wait(waiter)
-            lead = waiter.lead
-        if lead:
-            self._lead()
+                self._wait(waiter)
+            if self._leader == me:
+                self._lead()
+        except BaseException:
+            self._stand_down(me, waiter)
+            raise
 
     @contextlib.contextmanager
     def sync_and_hold(self) -> Iterator[None]:
         """Hold the lock, with everything safe that was appended before. Unlike `sync`, which lets others append meanwhile,
         this commits under the lock: who has to have nothing under way gets there however busy publishers are."""
-        self._wait_for_lead()
-        with self._lock:
-            self._lead(until_clean=True)
-            yield
+        me = threading.get_ident()
+        if self._leader == me:
+            raise RuntimeError(_LEADS)
+        waiter: _Waiter | None = None
+        try:
+            with self._lock:
+                self.check()
+                if self._leader:
+                    waiter = _Waiter(_NEVER, me)
+                    self._join(waiter)
+                else:
+                    self._leader = me
+            if waiter is not None:
+                self._wait(waiter)
+            with self._lock:
+                self._lead(until_clean=True)
+                yield
+        except BaseException:
+            self._stand_down(me, waiter)
+            raise
 
-    def _wait_for_lead(self) -> None:
-        """Return as the leader, when those who came before have led."""
-        with self._lock:
-            self.check()
-            if not self._leader:
-                self._leader = True
-                return
-            waiter = _Waiter(_NEVER)
-            self._waiters.append(waiter)
-        self._wait(waiter)
+    def _join(self, waiter: _Waiter) -> None:
+        """To those who wait. Who passes by looks after the thread for the disk. Requires: the lock."""
+        self._waiters.append(waiter)
+        if self._leader == _THREAD and (self._deputy is None or self._thread.is_written()):
+            self._collect_or_be_deputy(waiter)
 
     def _wait(self, waiter: _Waiter) -> None:
         """Until its commit is done, or it shall lead one."""
-        try:
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise RuntimeError(_HAS_LOCK)
+        while True:
+            if self._to_open:
+                self._open()
             waiter.gate.wait()
-        except BaseException:  # Ctrl-C: somebody else has to lead in its place
-            self._withdraw(waiter)
-            raise
+            if waiter.done or self._leader == waiter.thread:
+                break
+            with self._lock:  # the deputy, unless somebody was quicker
+                if waiter.done or self._leader == waiter.thread:
+                    break
+                waiter.gate = Gate()
+                if self._leader == _THREAD:
+                    self._collect_or_be_deputy(waiter)
         if waiter.error is not None:
             raise waiter.error
 
     def commit(self, sync_store: bool = False) -> None:
         """Commit what is in the buffer now; with `sync_store`, bodies are synced in `os` durability, too."""
-        with self._lock:
-            self._sync_store = self._sync_store or sync_store
+        wanted = 0
+        if sync_store:
+            with self._lock:
+                wanted = self._store_syncs = self._store_syncs + 1
         self.sync()
-        while sync_store and self._sync_store:  # the commit that this call waited for had begun before
+        while self._store_synced < wanted:  # the commit that this call waited for had begun before
             self.sync()
 
     def _lead(self, until_clean: bool = False) -> None:
-        """Run one commit, or with `until_clean` what it takes, and hand on the lead. Requires: this thread is the leader."""
-        error: WarrenError | None = None
+        """Run one commit, or with `until_clean` what it takes, and hand on the lead. Requires: this thread is the leader,
+        and whoever calls stands down if this raises."""
         try:
             while True:
                 with self._lock:
                     batch, retry = self._begin()
                 self._run(batch)
                 with self._lock:
-                    batch.done()
-                    self._stuck = None
-                    self.commits += 1
+                    self._end(batch)
                 if not retry and not (until_clean and self._journal.dirty):
                     break
         except WarrenError as failure:
-            error = failure
-        except BaseException as unexpected:
+            self._hand_on(failure)
+            raise
+        except Exception as unexpected:
             self.fail(unexpected)
             error = self.failed
-        self._hand_on(error)
-        if error is not None:
-            raise error
+            assert error is not None
+            self._hand_on(error)
+            raise error from unexpected
+        self._hand_on(None)
 
     def _begin(self) -> tuple[_Batch, bool]:
+        """A batch, and whether it was begun before. Requires: the lock."""
         self.check()
-        if self._stuck is not None:
-            return self._stuck, True
-        store = self._store.begin_commit(True if self._sync_store else None)
-        self._sync_store = False
-        return _Batch(store, self._journal.begin()), False
+        if self._batch is not None:
+            self._thread.stop()  # it still has it, where who gave it was called away
+            return self._batch, True
+        try:
+            wanted = self._store_syncs
+            store = self._store.begin_commit(True if self._store_synced < wanted else None)
+            batch = self._batch = _Batch(store, self._journal.begin(), wanted)
+        except BaseException as error:
+            if not isinstance(error, WarrenError):  # half of it happened: only recovery helps
+                self.fail(error)
+            raise
+        return batch, False
+
+    def _end(self, batch: _Batch) -> None:
+        """Requires: the lock; `batch` was run."""
+        try:
+            batch.done()
+        except BaseException as error:  # half of it happened: it can be neither repeated nor left
+            self.fail(error)
+            raise
+        self._batch = None
+        self._store_synced = batch.store_syncs
+        self.commits += 1
 
     def _run(self, batch: _Batch) -> None:
         try:
             batch.run()
         except OSError as error:
-            if error.errno not in FULL or batch.poisoned:
+            if batch.poisoned:
                 self.fail(error)
                 raise self.failed or error from error
             self.give_up_reserve()
@@ -243,43 +329,115 @@ class Committer:
         try:
             batch.run()
         except OSError as error:
-            if error.errno not in FULL or batch.poisoned:
+            if batch.poisoned:
                 self.fail(error)
                 raise self.failed or error from error
-            with self._lock:
-                self._stuck = batch
             raise DiskFullError(
                 f"the disk of {self._root} is full and the reserve is used up; nothing is lost, but what was published "
                 "last is not safe yet. Free some room and call sync() again"
             ) from error
 
-    def _hand_on(self, error: WarrenError | None) -> None:
-        with self._lock:
-            synced = self._journal.synced_lsn
-            done = []
-            left = []
-            for waiter in self._waiters:
-                if error is not None or waiter.lsn <= synced:
+    def _hand_on(self, error: WarrenError | None, lead: bool = False, held: bool = False) -> None:
+        """Those whose commit is done, or with an `error` all, may go; the first of the others leads. Requires: this thread
+        is the leader."""
+        leader: Gate | None = None
+        try:
+            with self._lock:
+                synced = self._journal.synced_lsn
+                done = []
+                left = []
+                for waiter in self._waiters:
+                    waiter.done = error is not None or waiter.lsn <= synced
                     waiter.error = error
-                    done.append(waiter.gate)
+                    if waiter.done:
+                        done.append(waiter.gate)
+                    else:
+                        left.append(waiter)
+                given = error is None and not lead and len(self._waiters) >= _CROWD and self._give(left)
+                # From here on nothing calls this thread away: before, the lead is its own; after, another's.
+                if given:
+                    self._leader = _THREAD
+                    self._waiters = left
+                elif left:
+                    leader = left[0].gate
+                    self._leader = left[0].thread
+                    self._waiters = left[1:]
                 else:
-                    left.append(waiter)
-            self._waiters = left[1:]
-            self._leader = bool(left)
-            leader = None
-            if left:
-                left[0].lead = True
-                leader = left[0].gate
-        open_gates(done, leader)
+                    self._leader = 0
+                    self._waiters = left
+                self._to_open.append((done, leader))
+        finally:
+            if not held:
+                self._open()
 
-    def _withdraw(self, waiter: _Waiter) -> None:
-        """A thread does not wait any longer."""
-        with self._lock:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+    def _open(self) -> None:
+        """The gates of those who may go. What is opened twice stays open."""
+        while self._to_open:
+            opening = self._to_open[-1]
+            open_gates(*opening)
+            with contextlib.suppress(ValueError):  # somebody else was at it, too
+                self._to_open.remove(opening)
+
+    # -- the thread for the disk -------------------------------------------------------------------------------------
+
+    def _give(self, left: list[_Waiter]) -> bool:
+        """Have the thread do the next commit, if that is nothing but a write and a sync of the journal's file. Who leads
+        finds it begun, if not. Requires: the lock and the lead."""
+        if not left or left[0].lsn == _NEVER or self._batch is not None or self._store_synced < self._store_syncs:
+            return False
+        if self.failed is not None:
+            return False
+        batch, _ = self._begin()
+        if batch.store is not None or batch.journal is None or not batch.journal.give(self._thread, left[0].gate):
+            return False
+        self._deputy = left[0]
+        return True
+
+    def _collect_or_be_deputy(self, waiter: _Waiter) -> None:
+        """Requires: the lock; the thread has a commit."""
+        if not self._thread.is_written() and self._thread.appoint(waiter.gate):
+            self._deputy = waiter
+            return
+        self._leader = threading.get_ident()  # from here on this thread leads, and stands down if it is called away
+        self._deputy = None
+        failed = self._thread.collect()
+        batch = self._batch
+        assert batch is not None
+        error: WarrenError | None = None
+        try:
+            if not failed:
+                self._end(batch)
+            elif (
+                failed not in FULL
+            ):  # for want of room it is led: first the same bytes again, with the room of the reserve
+                raise OSError(failed, os.strerror(failed))
+        except Exception as unexpected:
+            self.fail(unexpected)
+            error = self.failed
+        self._hand_on(error, lead=bool(failed), held=True)
+
+    def _stand_down(self, me: int, waiter: _Waiter | None) -> None:
+        """This thread neither waits nor leads any longer, whatever called it away. That it may be called away from here,
+        too, keeps nobody waiting: it begins again, and what called it away first is raised."""
+        while True:
+            try:
+                with self._lock:
+                    if waiter is not None and waiter in self._waiters:
+                        self._waiters.remove(waiter)
+                    if self._leader == _THREAD and self._deputy is waiter:
+                        self._deputy = None
+                        if self._waiters:
+                            self._collect_or_be_deputy(self._waiters[0])
+                    leads = self._leader == me
+                if leads:
+                    self._hand_on(None)
+                self._open()
+                if waiter is not None:
+                    # With the old one goes its place in the line, where nobody may wait for a thread that does not come.
+                    waiter.gate = Gate()
                 return
-        if waiter.lead:
-            self._hand_on(None)
+            except (KeyboardInterrupt, SystemExit):
+                pass
 
     # -- the reserve -------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import ctypes.util
 import os
 from collections.abc import Iterator
 
-from warren.kernel.gates import write_and_sync
+from warren.kernel.gates import DiskThread, Gate, write_and_sync
 
 _libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
 
@@ -62,6 +62,15 @@ class DiskFile:
         """`pwrite` and `sync`, for who has many threads waiting."""
         write_and_sync(self._fd, data, offset)
         self.size = max(self.size, offset + len(data))
+
+    def give(self, thread: DiskThread, data: memoryview, offset: int, deputy: Gate) -> bool:
+        """Have `thread` do what `pwrite_and_sync` does; whether it does. The file must stay open until that is collected."""
+        try:
+            thread.submit(self._fd, data, offset, deputy)
+        except OSError:  # no more threads
+            return False
+        self.size = max(self.size, offset + len(data))
+        return True
 
     def pread(self, count: int, offset: int) -> bytes:
         """Up to `count` bytes at `offset`; fewer only at the end of the file."""

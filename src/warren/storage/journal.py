@@ -26,6 +26,7 @@ import struct
 from collections.abc import Callable
 
 from warren.kernel.checksum import crc32c
+from warren.kernel.gates import DiskThread, Gate
 from warren.kernel.journal_codec import RecordBuffer
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.layout import FLOOR_MAGIC, HEADER_BYTES, JOURNAL_MAGIC, journal_path, pack_header, unpack_header
@@ -49,6 +50,11 @@ class JournalCommit:
     def run(self) -> None:
         """Write and sync. Without the engine's lock. May be called again after an OSError."""
         self._journal._write(self.block)
+
+    def give(self, thread: DiskThread, deputy: Gate) -> bool:
+        """Have `thread` do what `run` does, where that is nothing but a write and a sync; whether it does. With the engine's
+        lock. `run` may be called if it fails."""
+        return self._journal._give(self.block, thread, deputy)
 
     def done(self) -> None:
         """With the engine's lock, after `run` returned."""
@@ -152,6 +158,12 @@ class Journal:
         file.pwrite_and_sync(memoryview(block), block.base)
         if fresh or block.base == HEADER_BYTES:
             self._disk.sync_dir(self._directory)
+
+    def _give(self, block: RecordBuffer, thread: DiskThread, deputy: Gate) -> bool:
+        file = self._file
+        if file is None or block.file != self._file_number or block.base == HEADER_BYTES or not self._sync:
+            return False
+        return file.give(thread, memoryview(block), block.base, deputy)
 
     def _open_next(self, number: int) -> None:
         if self._file is not None:

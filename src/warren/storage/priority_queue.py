@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from warren.errors import WarrenError
-from warren.kernel.entry import Entry, set_level, split_levels
+from warren.kernel.entry import Entry, body_total, set_level, split_levels
 from warren.kernel.ranges import RangeSet
-from warren.storage.backing_queue import BackingQueue
+from warren.storage.backing_queue import NO_LIMIT, BackingQueue
 
 T = TypeVar("T")
 
@@ -89,16 +89,21 @@ class PriorityQueue:
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def fetch(self, count: int, ack_required: bool = True) -> list[Entry]:
+    def fetch(self, count: int, ack_required: bool = True, most_bytes: int = NO_LIMIT) -> list[Entry]:
         entries: list[Entry] = []
         for number in range(len(self.levels) - 1, -1, -1):
-            if len(entries) >= count:
-                break
             level = self.levels[number]
+            head = level.peek() if len(entries) < count else None
+            if head is None:
+                continue
+            if entries and head.body_size > most_bytes:
+                break
+            some = level.fetch(count - len(entries), ack_required, most_bytes)
+            set_level(some, number)
+            entries += some
+            most_bytes -= body_total(some)
             if not level.is_empty():
-                some = level.fetch(count - len(entries), ack_required)
-                set_level(some, number)
-                entries += some
+                break  # what does not fit is not overtaken by a lower level
         return entries
 
     def drop(self, count: int, ack_required: bool = False) -> list[int]:

@@ -138,9 +138,12 @@ class QueueIndex:
             segment.unsaved += (first, count)
 
     def shadow(self, rows: bytes) -> None:
-        """A checkpoint of `rows` was cut off: perhaps they have slots, and the journal has them, too."""
+        """A checkpoint of `rows` was cut off: perhaps they have slots, and the journal has them, too. Where an ack was
+        synced meanwhile, nobody else will tell the slot. (A row without a segment has no slot that could come back.)"""
         for segment, _, _ in self._split(row_pairs(rows)):
             segment.shadowed = self.shadowed = True
+        for segment, first, count in self._split(self.overlay.settled(rows)):
+            segment.unsaved += (first, count)
 
     def ack_synced(self, ticket: AckTicket) -> None:
         leftover = self.overlay.ack_synced(ticket.in_journal) if ticket.in_journal else []

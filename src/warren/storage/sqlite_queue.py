@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, body_total, entry_ranges
+from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, body_total, entry_ranges, run_within
 from warren.kernel.journal_codec import ACK, PURGE, read_publishes
 from warren.kernel.overlay import LIVE, Overlay, split_rows
 from warren.kernel.ranges import RangeSet
-from warren.storage.backing_queue import everything
+from warren.storage.backing_queue import NO_LIMIT, everything
 from warren.storage.context import QueueContext
 from warren.storage.layout import journal_path, stream_id
 from warren.storage.queue_database import LEASED, PENDING, READY, QueueDatabase
@@ -218,7 +218,9 @@ class SqliteQueue:
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def fetch(self, count: int, ack_required: bool = True) -> list[Entry]:
+    def fetch(self, count: int, ack_required: bool = True, most_bytes: int = NO_LIMIT) -> list[Entry]:
+        if self._ready_bytes > most_bytes:
+            count = run_within(self.database.places(f"WHERE state = ? {_IN_ORDER}", READY, count), count, most_bytes)
         entries = self.database.messages(f"WHERE state = ? {_IN_ORDER}", READY, count)
         self._disk_reads += len(entries)
         self._take(entries, ack_required)

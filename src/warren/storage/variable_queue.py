@@ -40,6 +40,7 @@ from warren.kernel.entry import (
     persistent_ones,
     persistent_total,
     ram_total,
+    run_within,
     seq_ranges,
     sizes,
     summarize,
@@ -48,6 +49,7 @@ from warren.kernel.entry import (
 from warren.kernel.journal_codec import PURGE
 from warren.kernel.overlay import LIVE
 from warren.kernel.ranges import RangeSet
+from warren.storage.backing_queue import NO_LIMIT
 from warren.storage.layout import pairs_of
 from warren.storage.nothing import NOTHING
 from warren.storage.payload import join_payload
@@ -230,14 +232,19 @@ class VariableQueue(PendingAcks):
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def fetch(self, count: int, ack_required: bool = True) -> list[Entry]:
+    def fetch(self, count: int, ack_required: bool = True, most_bytes: int = NO_LIMIT) -> list[Entry]:
         source = self.q4 or self.q3
         if ack_required and count < len(source):
             popleft = source.popleft
             entries = [popleft() for _ in range(count)]
+            bodies = body_total(entries)
+            if bodies > most_bytes:  # looked at afterwards: small messages are not measured one by one
+                count = run_within(entries, count, most_bytes)
+                source.extendleft(reversed(entries[count:]))
+                del entries[count:]
+                bodies = body_total(entries)
             held, _ = ram_total(entries)
             if held == count:  # bodies only move from ready to pending, and no container runs empty
-                bodies = body_total(entries)
                 self._len -= count
                 self._bytes -= bodies
                 self._ram_count -= count
@@ -247,8 +254,15 @@ class VariableQueue(PendingAcks):
                 return entries
             source.extendleft(reversed(entries))
         entries = []
+        room = most_bytes
         while len(entries) < count and self._len:
-            entries += self._fill(self._take(count - len(entries)))
+            source = self.q4 or self.q3
+            if entries and source[0].body_size > room:
+                break
+            wanted = count - len(entries)
+            some = self._fill(self._take(run_within(source, wanted, room) if self._bytes > room else wanted))
+            room -= body_total(some)
+            entries += some
         if not entries:
             return entries
         if ack_required:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from warren.errors import (
+    DiskFullError,
     MessageTooLargeError,
     StoreFailedError,
 )
@@ -28,19 +29,19 @@ from warren.kernel.overlay import LIVE
 from warren.storage import compaction
 from warren.storage.checkpoint import Checkpoint
 from warren.storage.checkpoint_pace import CheckpointPace, divide_at
-from warren.storage.committer import FULL
+from warren.storage.committer import FULL, Committer
 from warren.storage.context import DEBUG
 from warren.storage.disk import Disk, trim_memory
 from warren.storage.metadata import QueueRecord
 from warren.storage.payload import join_payload
 from warren.storage.priority_queue import PriorityQueue
 from warren.storage.queue_index import QueueIndex
+from warren.storage.queue_terms import is_in_segments, stop_queues
 from warren.storage.recovery import ScanSegments
-from warren.storage.recovery_terms import pack_segments, write_terms
+from warren.storage.recovery_terms import write_terms
 from warren.storage.seq_ids import SeqIds
 from warren.storage.settings import EngineSettings
 from warren.storage.snapshot import dump_transients, link_store, new_snapshot, write_manifest
-from warren.storage.sqlite_queue import SqliteQueue
 from warren.storage.stored_queue import StoredQueue, backing_kind, journal_target, level_count
 from warren.storage.variable_queue import VariableQueue
 from warren.storage.vhost_opening import DURABILITIES
@@ -91,6 +92,7 @@ class VhostStore(VhostTransactions):
             progress=progress,
             scan=scan,
         )
+        self._upkeep = self.committer  # commits of upkeep: a close, which refuses everybody else, has its own
         self._commit_bytes = self.settings.commit_bytes
         self._pace = CheckpointPace(self.settings)
         self._next_sweep = 0.0
@@ -130,7 +132,7 @@ class VhostStore(VhostTransactions):
                 seqs.unlimited()  # no restart brings its uid back
             else:
                 seqs.available(0)  # asks for the first reservation: the first publish finds it, or waits for it
-                self.wake()
+                self._rouse()
             if backing_kind(record) == "sqlite":
                 return self._add_sqlite_queue(record, self._database(record), seqs)
             return self._add_queue(record, seqs, [self._index(record, n) for n in range(level_count(record))], None)
@@ -221,15 +223,20 @@ class VhostStore(VhostTransactions):
             )
 
     def wake(self) -> None:
-        """Something is in the buffer: see that it is committed. Commits at once when there is much."""
+        """Something is in the buffer: see that it is committed. Commits at once when there is much. Called without the
+        lock: whoever leads a commit needs it to end."""
         if len(self.journal.buffer) > self._commit_bytes:
             self.committer.sync()
         elif not self._awake:
-            self._awake = True
-            self._wake.set()
+            self._rouse()
         pause = self.overload()
         if pause:
             time.sleep(pause)
+
+    def _rouse(self) -> None:
+        """As `wake`, but waits for nothing: also with the lock."""
+        self._awake = True
+        self._wake.set()
 
     def overload(self) -> float:
         """Seconds that a publisher should wait because checkpoints are far behind; 0: none. It is asked for once in so
@@ -344,7 +351,7 @@ class VhostStore(VhostTransactions):
 
     def commit(self) -> None:
         """For the checkpoint: what is in the buffer, with bodies synced in `os` durability, too."""
-        self.committer.commit(sync_store=True)
+        self._upkeep.commit(sync_store=True)
 
     def indexes(self) -> list[QueueIndex]:
         return [index for queue in self.queues.values() for index in queue.indexes]
@@ -359,7 +366,7 @@ class VhostStore(VhostTransactions):
                     try:
                         backing.commit()
                     except StoreFailedError as error:  # the file lacks what is in the journal: that must be replayed
-                        self.committer.fail(error)
+                        self._upkeep.fail(error)
                         raise
 
     def seq_ids(self) -> list[SeqIds]:
@@ -401,7 +408,7 @@ class VhostStore(VhostTransactions):
         last = self.journal.sealed
         while self.journal.floor <= last and (self._fits(self.journal.floor) or not sparing):
             files = min(self._pace.due(last - self.journal.floor + 1) or 1, last - self.journal.floor + 1)
-            if self.committer.full:
+            if self._upkeep.full:
                 files = 1
             self._run_checkpoint(files, carry_below, patient=False)
             done = True
@@ -422,11 +429,11 @@ class VhostStore(VhostTransactions):
 
     def _fits(self, upto: int) -> bool:
         """Is there room to move what is alive in journal files up to `upto`? It is there twice until they go."""
-        if not self.committer.full:
+        if not self._upkeep.full:
             return True
         with self.lock:
             moving = sum(index.overlay.bytes_upto(upto) for index in self.indexes())
-        return not moving or self.committer.has_room(2 * moving + _CHECKPOINT_SLACK)
+        return not moving or self._upkeep.has_room(2 * moving + _CHECKPOINT_SLACK)
 
     def _roll(self) -> None:
         """Seal the current journal file, with everything that is appended now in it."""
@@ -437,13 +444,13 @@ class VhostStore(VhostTransactions):
     def _synced(self) -> Iterator[None]:
         """Hold the lock, with nothing in the journal that is not safe."""
         for _ in range(_POLITE_SYNCS):
-            self.committer.sync()
+            self._upkeep.sync()
             with self.lock:
-                self.committer.check()
+                self._upkeep.check()
                 if not self.journal.dirty:
                     yield
                     return
-        with self.committer.sync_and_hold():  # publishers are always quicker: they wait for one commit
+        with self._upkeep.sync_and_hold():  # publishers are always quicker: they wait for one commit
             yield
 
     @contextlib.contextmanager
@@ -453,7 +460,7 @@ class VhostStore(VhostTransactions):
         try:
             yield
         except OSError as error:
-            raise self.committer.trouble(error) from error
+            raise self._upkeep.trouble(error) from error
 
     def compact(self) -> bool:
         """Merge two store files that are mostly garbage; whether there were any."""
@@ -481,7 +488,11 @@ class VhostStore(VhostTransactions):
     def tick(self) -> None:
         """What the background thread does between two sleeps."""
         if self.journal.dirty and self.durability != "memory":
-            self.committer.sync()
+            try:
+                self.committer.sync()
+            except DiskFullError:  # also with the reserve: what it needs may lie in files that nobody needs
+                self._make_room()
+                self.committer.sync()
         full = self.committer.full
         if full:
             self.checkpoint(seal=True)
@@ -503,6 +514,14 @@ class VhostStore(VhostTransactions):
                 self.monitor.update()
             for store in (self.store, self.transient_store):
                 store.sweep()
+
+    def _make_room(self) -> None:
+        """What upkeep can free while a commit waits for room."""
+        with self._checkpoint_lock, self.disk_errors():
+            self._new_checkpoint(self.journal.floor - 1).drop_dead()
+        self.compact()
+        for store in (self.store, self.transient_store):
+            store.sweep()
 
     def _maintain(self) -> None:
         interval = self.settings.commit_interval
@@ -572,50 +591,42 @@ class VhostStore(VhostTransactions):
     # -- closing -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """A clean stop: everything to segments, recovery terms written. A store that failed is only let go."""
+        """A clean stop: everything to segments, recovery terms written. A store that failed is only let go. Other threads
+        are refused from the beginning: what is confirmed then is in the terms, and nothing can be confirmed later."""
         self._stop_thread()
-        if self.committer.failed is not None:
-            self._release()
-            return
-        try:
-            with self._checkpoint_lock:
-                if self.durability != "memory":
+        with self._checkpoint_lock:
+            try:
+                if self.committer.failed is None and self.durability != "memory":
                     with self.disk_errors():
-                        self._roll()
-                        self._checkpoint(carry_below=0, sparing=False)
-                        # What the checkpoint carried (reservations, state) is in a new file. The terms have it, too, but
-                        # it stays: the terms may be damaged, or the next start cut short after it took them.
-                        self._roll()
-                        with self.lock:
-                            self._write_terms()
-        finally:
-            self.committer.close()
-            self._release()
+                        self._stop_cleanly()
+            finally:
+                self._let_go()
+
+    def _stop_cleanly(self) -> None:
+        with self.committer.sync_and_hold():
+            self.journal.roll()
+            self.committer.close()  # its last commit is done, and none can begin: the one that follows has the journal
+            self._upkeep = Committer(
+                self.lock, self.disk, self.root, self.journal, self.store, self.settings.reserve_bytes
+            )
+            self._upkeep.full = self.committer.full
+        self._checkpoint(carry_below=0, sparing=False)
+        with self._upkeep.sync_and_hold():
+            # What the checkpoint carried (reservations, state) is in a new file. The terms have it, too, but it stays: the
+            # terms may be damaged, or the next start cut short after it took them.
+            self.journal.roll()
+            if is_in_segments(self.queues.values()):
+                self._write_terms()
+            else:  # the next start is a dirty one, which finds it
+                log.warning("vhost %s was used while it was closed; the next start reads its journal", self.vhost)
+            self._upkeep.close()
 
     def _write_terms(self) -> None:
-        queues: dict[str, Any] = {}
-        for queue in self.queues.values():
-            if not queue.durable:
-                continue
-            streams: dict[str, Any] = {}
-            if isinstance(queue.backing, SqliteQueue):
-                streams["0"] = queue.backing.terminate()
-                queues[str(queue.uid)] = {"next": queue.seqs.next, "streams": streams}
-                continue
-            levels = queue.backing.levels if isinstance(queue.backing, PriorityQueue) else [queue.backing]
-            for number, (level, index) in enumerate(zip(levels, queue.indexes, strict=True)):
-                state = level.terminate()
-                if state:
-                    segments = pack_segments(index)
-                    low = min((number * index.segment_size for number in index.segments), default=0)
-                    state.update(segments=segments, low=low)
-                    streams[str(number)] = state
-            queues[str(queue.uid)] = {"next": queue.seqs.next, "streams": streams}
         terms = {
             "journal": self.journal.buffer.file,
             "floor": self.journal.floor,
             "lsn": self.journal.next_lsn,
-            "queues": queues,
+            "queues": stop_queues(self.queues.values()),
             "ledger": self.ledger.dump(),
         }
         write_terms(self.disk, self.root, terms, self.store.save_terms())
@@ -623,7 +634,11 @@ class VhostStore(VhostTransactions):
     def abandon(self) -> None:
         """Let go without a clean stop, as a crash would; for tests."""
         self._stop_thread()
-        self.committer.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._upkeep.close()
+        self.committer.failed = self._upkeep.failed  # who comes after a close that failed is told so
         self._release()
 
     def _stop_thread(self) -> None:

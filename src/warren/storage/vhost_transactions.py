@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from warren.errors import QueueNotFoundError, WarrenError
-from warren.kernel.entry import Entry, renumber
+from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, renumber
 from warren.kernel.journal_codec import CHECKOUT, LEASE
 from warren.kernel.overlay import HIDDEN
 from warren.storage.backing_queue import Checkout
@@ -90,6 +90,9 @@ class VhostTransactions(VhostOpening):
         state: tuple[int, str, Any] | None = None,
     ) -> int | None:
         """The LSN whose sync makes it safe; None: there is nothing to wait for. Requires: the lock, reserved seq_ids."""
+        for queue in (*(queue for queue, _ in arriving), *(queue for queue, _ in acks)):
+            if self._is_deleted(queue):  # since the caller last had the lock; it has taken what it referred to with it
+                raise QueueNotFoundError(f"queue {queue.name!r} in vhost {self.vhost!r} was deleted")
         for queue, entries in arriving:
             renumber(entries, queue.seqs.take(len(entries)))
         if self.durability != "memory":
@@ -108,9 +111,13 @@ class VhostTransactions(VhostOpening):
 
         def apply() -> None:
             for queue, entries in arriving:
-                queue.backing.reveal(entries)
+                if self._is_deleted(queue):
+                    self._drop_hidden(entries)
+                else:
+                    queue.backing.reveal(entries)
             for queue, acked in acks:
-                queue.backing.ack_committed(acked)
+                if not self._is_deleted(queue):
+                    queue.backing.ack_committed(acked)
             if done is not None:
                 done()
 
@@ -119,6 +126,17 @@ class VhostTransactions(VhostOpening):
             return None
         self.journal.after(apply)
         return self.journal.appended_lsn
+
+    def _is_deleted(self, queue: StoredQueue) -> bool:
+        """By uid: a queue that was restarted is another object, and one of the same name may be another queue."""
+        current = self.queues.get(queue.name)
+        return current is None or current.uid != queue.uid
+
+    def _drop_hidden(self, entries: list[Entry]) -> None:
+        """Their queue was deleted between the record and its sync. It did not see them: what they hold in the message
+        store is still counted."""
+        both = IN_STORE | PERSISTENT
+        self.store.remove_many([entry.msg_id for entry in entries if entry.flags & both == both])
 
     # -- leases ------------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from warren.kernel.entry import Entry, body_total, entry_ranges, record_pending, take_pending, total_size
+from warren.kernel.entry import Entry, body_total, entry_ranges, record_pending, run_within, take_pending, total_size
 from warren.kernel.ranges import RangeSet
-from warren.storage.backing_queue import everything
+from warren.storage.backing_queue import NO_LIMIT, everything
 from warren.storage.context import QueueContext
 from warren.storage.rates import Rates
 from warren.storage.seq_ids import SeqIds
@@ -115,7 +115,9 @@ class VolatileQueue:
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def fetch(self, count: int, ack_required: bool = True) -> list[Entry]:
+    def fetch(self, count: int, ack_required: bool = True, most_bytes: int = NO_LIMIT) -> list[Entry]:
+        if self._bytes > most_bytes:
+            count = run_within(self._ready, count, most_bytes)
         popleft = self._ready.popleft
         entries = [popleft() for _ in range(min(count, len(self._ready)))]
         self._bytes -= body_total(entries)

@@ -339,7 +339,7 @@ class Leases:
 
     async def release(self, permissions: Permissions, *, lease: str, requeue: bool = False) -> dict[str, Any]:
         """Forget a lease. One with open checkouts only with `requeue`."""
-        self._held(permissions, lease)
+        epoch = self._held(permissions, lease)["epoch"]
         made = self._store.checkouts(lease)
         if made and not requeue:
             count = sum(checkout.count for checkout in made)
@@ -348,8 +348,20 @@ class Leases:
                 "held",
                 f"lease {lease!r} has {count} messages checked out; requeue them first: warren leases requeue {lease}",
             )
-        done = await self.requeue(permissions, lease=lease) if made else {"requeued": 0}
+        done: dict[str, Any] = {"requeued": 0}
+        if made:
+            done = await self.requeue(permissions, lease=lease)
+            epoch += 1
         with self._store.lock:
+            state = self._store.ledger.table(LEASE).get(lease)
+            # While the requeue was committed a query may have opened the lease: its checkouts must not lose their record.
+            if state is not None and (state["epoch"] != epoch or self._store.checkouts(lease)):
+                raise Refused(
+                    409,
+                    "held",
+                    f"lease {lease!r} was opened by another query ({state.get('owner')}) while it was released, and is kept; "
+                    f"{done['requeued']} messages were requeued. Stop that query, then release the lease again",
+                )
             self._store.ledger.put(LEASE, lease, None)
         self._heard.pop(lease, None)
         await self._vhost.commits.safe()
