@@ -26,6 +26,9 @@ typedef struct {
     int failed;      /* an errno */
 } disk_thread_t;
 
+/* Without the lock: it is asked for with every call. */
+static int disk_is_written(disk_thread_t *disk) { return atomic_load_explicit(&disk->state, memory_order_acquire) == WRITTEN; }
+
 /* The deputy's gate is opened in the same piece under the lock in which it is seen that nobody collected: after that, its thread may
    be gone. */
 static void call_deputy(disk_thread_t *disk) {
@@ -74,7 +77,9 @@ static void *disk_loop(void *argument) {
             disk->failed = failed;
             disk->state = WRITTEN;
             unlock();
-            if (!is_anybody_passing() || wait_for_collector(disk)) call_deputy(disk);
+            /* A post may be one of before: the thread that writes does not always sleep before it finds more to do. */
+            if (is_anybody_passing()) while (!wait_for_collector(disk) && disk_is_written(disk) && !disk->stop) continue;
+            call_deputy(disk);
         }
     } while (!disk->stop);
     return NULL;
@@ -110,9 +115,6 @@ static int disk_appoint(disk_thread_t *disk, gate_t *deputy) {
     unlock();
     return writing;
 }
-
-/* Without the lock: it is asked for with every call. */
-static int disk_is_written(disk_thread_t *disk) { return atomic_load_explicit(&disk->state, memory_order_acquire) == WRITTEN; }
 
 /* 0, or the errno of what failed. Requires: it is written. */
 static int disk_collect(disk_thread_t *disk) {

@@ -373,9 +373,12 @@ class Committer:
     def _open(self) -> None:
         """The gates of those who may go. What is opened twice stays open."""
         while self._to_open:
-            opening = self._to_open[-1]
+            try:
+                opening = self._to_open[-1]
+            except IndexError:  # somebody else was at it, too
+                return
             open_gates(*opening)
-            with contextlib.suppress(ValueError):  # somebody else was at it, too
+            with contextlib.suppress(ValueError):
                 self._to_open.remove(opening)
 
     # -- the thread for the disk -------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ Rules:
 3. A file is sealed once it is over its limit and its last block is done. Sealed files never change, and only sealed
    files are checkpointed. A new process never appends to an old file.
 4. Files below the floor are dead, whatever they hold; they are unlinked only after the floor was made durable.
-5. A commit that failed for want of disk may be run again: it writes the same bytes at the same place.
+5. A commit that failed for want of disk, or whose thread was called away, may be run again: it writes the same bytes at
+   the same place.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class JournalCommit:
         self.last_of_file = last
 
     def run(self) -> None:
-        """Write and sync. Without the engine's lock. May be called again after an OSError."""
+        """Write and sync. Without the engine's lock. May be called again (rule 5)."""
         self._journal._write(self.block)
 
     def give(self, thread: DiskThread, deputy: Gate) -> bool:
