@@ -109,7 +109,7 @@ class Committer:
         self._reserve_bytes = reserve_bytes
         self._leader = 0  # the thread that leads; 0: none
         self._waiters: list[_Waiter] = []
-        self._thread = DiskThread()
+        self._disk_thread = DiskThread()
         self._deputy: _Waiter | None = None  # is woken if nobody collects what the thread has written
         self._to_open: list[tuple[list[Gate], Gate | None]] = []  # once the lock is free: they come for it at once
         self._batch: _Batch | None = None  # begun and not done: first in line if nobody leads, as after a full disk
@@ -167,7 +167,7 @@ class Committer:
         with self._lock:
             if self.failed is None:
                 self.failed = StoreClosedError(f"the store {self._root} was closed")
-        self._thread.stop()  # its file is about to be closed
+        self._disk_thread.stop()  # its file is about to be closed
 
     # -- waiting for safety ------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Committer:
     def _join(self, waiter: _Waiter) -> None:
         """To those who wait. Who passes by looks after the thread for the disk. Requires: the lock."""
         self._waiters.append(waiter)
-        if self._leader == _THREAD and (self._deputy is None or self._thread.is_written()):
+        if self._leader == _THREAD and (self._deputy is None or self._disk_thread.is_written()):
             self._collect_or_be_deputy(waiter)
 
     def _wait(self, waiter: _Waiter) -> None:
@@ -243,16 +243,21 @@ class Committer:
             if self._to_open:
                 self._open()
             waiter.gate.wait()
-            if waiter.done or self._leader == waiter.thread:
+            if waiter.done or self._leader == waiter.thread or self._is_over(waiter):
                 break
-            with self._lock:  # the deputy, unless somebody was quicker
-                if waiter.done or self._leader == waiter.thread:
-                    break
-                waiter.gate = Gate()
-                if self._leader == _THREAD:
-                    self._collect_or_be_deputy(waiter)
         if waiter.error is not None:
             raise waiter.error
+
+    def _is_over(self, waiter: _Waiter) -> bool:
+        """Of a thread whose gate was opened for no other reason than that it is the deputy: it collects, unless somebody
+        was quicker."""
+        with self._lock:
+            if waiter.done or self._leader == waiter.thread:
+                return True
+            waiter.gate = Gate()
+            if self._leader == _THREAD:
+                self._collect_or_be_deputy(waiter)
+            return False
 
     def commit(self, sync_store: bool = False) -> None:
         """Commit what is in the buffer now; with `sync_store`, bodies are synced in `os` durability, too."""
@@ -291,7 +296,7 @@ class Committer:
         """A batch, and whether it was begun before. Requires: the lock."""
         self.check()
         if self._batch is not None:
-            self._thread.stop()  # it still has it, where who gave it was called away
+            self._disk_thread.stop()  # it still has it, where who gave it was called away
             return self._batch, True
         try:
             wanted = self._store_syncs
@@ -391,19 +396,19 @@ class Committer:
         if self.failed is not None:
             return False
         batch, _ = self._begin()
-        if batch.store is not None or batch.journal is None or not batch.journal.give(self._thread, left[0].gate):
+        if batch.store is not None or batch.journal is None or not batch.journal.give(self._disk_thread, left[0].gate):
             return False
         self._deputy = left[0]
         return True
 
     def _collect_or_be_deputy(self, waiter: _Waiter) -> None:
         """Requires: the lock; the thread has a commit."""
-        if not self._thread.is_written() and self._thread.appoint(waiter.gate):
+        if not self._disk_thread.is_written() and self._disk_thread.appoint(waiter.gate):
             self._deputy = waiter
             return
         self._leader = threading.get_ident()  # from here on this thread leads, and stands down if it is called away
         self._deputy = None
-        failed = self._thread.collect()
+        failed = self._disk_thread.collect()
         batch = self._batch
         assert batch is not None
         error: WarrenError | None = None
