@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,22 @@ def test_a_store_of_a_newer_format_is_left_alone(spark: SparkSession, tmp_path: 
     assert verified.exit_code == 1
     assert "format version 99" in " ".join(verified.stdout.split())
     assert file.read_bytes() == before
+
+
+def test_a_dataframe_of_a_broker_that_is_not_there_fails_soon(spark: SparkSession) -> None:
+    """Also the sink, which asks for a token first. Spark retries nothing of it: it is said when a plan is made."""
+    url = f"http://127.0.0.1:{free_port()}"
+    options = {"url": url, "user": "guest", "password": "hunter2"}
+    for attempt in (
+        lambda: spark.read.format("warren").options(**options, queue="orders").load().count(),
+        lambda: spark.range(1).selectExpr("'a' as body").write.format("warren").mode("append").options(**options)
+        .option("exchange", "").option("routingKey", "orders").save(),
+    ):  # fmt: skip
+        begun = time.monotonic()
+        with pytest.raises(Exception, match=f"no broker answers at {url} for 5 s") as caught:
+            attempt()
+        assert time.monotonic() - begun < 30
+        assert "hunter2" not in str(caught.value)
 
 
 # ---- streams ----
