@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from warren.cli.broker import DEFAULT_URL
-from warren.cli.tables import table_console
+from warren.cli.tables import print_rows, table_console
 from warren.cli.view import find_roots, undisturbed, vhost_name
 from warren.errors import StoreLockedError, StorePathError, WarrenError
 from warren.storage.running_node import node_of_vhost
@@ -376,9 +377,14 @@ def _show_plan(plan: CompactionPlan) -> None:
 
 
 def _origin(**given: Any) -> Origin:
+    from warren.pipeline.errors import PipelineError
     from warren.pipeline.jobs.origin import Origin
 
-    origin = Origin(**given)
+    try:
+        origin = Origin(**given)
+    except PipelineError as error:  # no place, or two
+        typer.echo(f"warren: {error}", err=True)
+        raise typer.Exit(2) from None
     origin.check()
     return origin
 
@@ -584,6 +590,8 @@ def sql(
 
     warren spark sql "select routing_key, count(*) from orders group by 1" data/
 
+    A result that is wider than the terminal is shown one record under the other.
+
     Odd names are quoted: `dead-letters`. Also there: warren_queues, warren_segments, warren_files, warren_journal.
     """
     origin = _origin(
@@ -612,15 +620,14 @@ def sql(
     if to_file:
         return
     console = table_console()
-    table = Table(*map(escape, result.schema.names))
-    for number, row in enumerate(job.rows_of(result)):
-        if number < limit:
-            table.add_row(*(escape(_shortened(job.as_text(value))) for value in row))
-    console.print(table)
+    cells = [
+        [None if value is None else _shortened(job.as_text(value)) for value in row]
+        for row in itertools.islice(job.rows_of(result), limit)
+    ]
+    print_rows(console, result.schema.names, cells)
+    many = "1 row" if result.num_rows == 1 else f"{result.num_rows:,} rows"
     more = result.num_rows > limit
-    console.print(
-        f"the first {limit:,} rows; --limit shows more" if more else f"{result.num_rows:,} rows", highlight=False
-    )
+    console.print(f"the first {limit:,} rows; --limit shows more" if more else many, highlight=False)
 
 
 def _shortened(text: str) -> str:
