@@ -8,6 +8,7 @@ anybody hears of them. Rules:
 2. Checkout n + 1, once made, never changes: it is answered again as it is. So a batch that is repeated has the same rows.
 3. Messages of an open checkout are pending acks: they do not expire, are not purged, and survive a restart as checked out.
 4. Whoever opens a lease raises its epoch. Calls of an older epoch are refused: of two queries on one lease one goes on.
+   A lease that was released and made anew has its numbers again, and another `born`: offsets carry it.
 5. A lease whose holder has not been heard of for `ACTIVE_SECONDS` is dormant: what is checked out stays so, all other
    messages are free for other consumers.
 """
@@ -59,9 +60,11 @@ class Leases:
         queues: list[str] | None = None,
         pattern: str | None = None,
         takeover: bool = False,
+        born: int | None = None,
         starting: str = "earliest",
     ) -> dict[str, Any]:
-        """Take a lease, or take it over."""
+        """Take a lease, or take it over. `born`: only if it is still the lease that the caller knows, and not another one of
+        its name. Its checkouts have the same numbers: whoever went on with it would ack what he has never seen."""
         if not lease or "/" in lease or len(lease) > 255:
             raise bad_request(f"lease is {lease!r}; it is a name of 1 to 255 characters without '/'")
         if len(owner) > 255 or len(pattern or "") > 1000 or len(queues or ()) > 1000:
@@ -72,6 +75,13 @@ class Leases:
         self._own(permissions, lease)
         state = self._store.lease(lease)
         is_new = lease not in self._store.ledger.table(LEASE)
+        if born is not None and is_new and self._store.checkouts(lease):
+            state = {**state, "born": born}  # it was not released, which settles them: damage took its record
+        elif born is not None and (is_new or state.get("born", 0) != born):
+            raise data_loss(
+                f"lease {lease!r} in vhost {self._vhost.name!r} is not the one that the checkpoint knows: that was released. "
+                "Begin with a new checkpoint"
+            )
         if not takeover and not is_new and state.get("owner") != owner and self._is_active(lease):
             raise Refused(
                 409,
@@ -98,6 +108,7 @@ class Leases:
         await self._vhost.commits.safe()
         return {
             "epoch": state["epoch"],
+            "born": state.get("born", 0),
             "floor": state["floor"],
             "next": state["next"],
             "queues": [queue.name for queue in chosen],
