@@ -454,6 +454,8 @@ def test_a_query_that_begins_gives_a_wrong_url_up_soon_and_one_that_goes_on_wait
         ({"startingOffsets": "middle"}, "startingOffsets is 'middle'"),
         ({"asyncProgressTrackingEnabled": "true"}, "leave it off"),
         ({"leese": "x"}, "did you mean 'lease'"),
+        ({"mode": "tab"}, "option mode is 'tab'; it can be consume, tap"),
+        ({"snapshotTtl": "60"}, "snapshotTtl is for mode=tap"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(options: dict[str, str], message: str) -> None:

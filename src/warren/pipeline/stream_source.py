@@ -51,7 +51,7 @@ from warren.pipeline.broker_client import (
     sees_files,
 )
 from warren.pipeline.errors import BrokerError, OptionError, PipelineError
-from warren.pipeline.options import ACCESSES, checked_options, one_of, truth, whole_number
+from warren.pipeline.options import ACCESSES, MODES, checked_options, one_of, truth, whole_number
 from warren.pipeline.parts import unpack_pairs
 from warren.pipeline.schema import arrow_schema, arrow_schema_of
 
@@ -104,6 +104,11 @@ class StreamSettings:
     def from_options(cls, options: Mapping[str, str], *, needs_lease: bool = True) -> StreamSettings:
         """Raises OptionError, naming the option, its value and what it can be."""
         given = checked_options(options, "streaming read")
+        mode = one_of(given, "mode", MODES, "consume")  # a misspelt tap must not take what it was to look at
+        if mode == "consume" and "snapshotTtl" in given:
+            raise OptionError(
+                "option snapshotTtl is for mode=tap; a stream that consumes has no snapshot: leave it out"
+            )
         if truth(given, "asyncProgressTrackingEnabled", False):
             raise OptionError(
                 "asyncProgressTrackingEnabled=true: Spark would ask for the next batch before the last one is durable, and "
