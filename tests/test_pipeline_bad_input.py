@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pika
 import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 import warren
 from tests.broker_clients import eventually
@@ -21,7 +22,9 @@ from tests.broker_process import free_port
 from tests.spark_session import spark  # noqa: F401
 from tests.test_pipeline_api import Client
 from tests.test_pipeline_cli import run, said
-from tests.test_pipeline_stream import Orders, bodies_in, to_parquet
+from tests.test_pipeline_stream import SCHEMA, Orders, bodies_in, to_parquet
+from warren.pipeline.errors import PipelineError
+from warren.pipeline.stream_source import WarrenStreamReader
 from warren.storage.layout import hashed
 from warren.testing import RunningBroker, running_broker
 
@@ -240,3 +243,31 @@ def test_a_second_query_on_a_lease_ends_with_the_name_of_the_first(
     finally:
         first.stop()
     assert bodies_in(spark, tmp_path / "first") == sorted(orders.ledger), "the first one went on"
+
+
+@pytest.mark.parametrize("access", ["files", "http"])
+def test_a_queue_that_is_deleted_while_its_batch_is_read_is_an_error_and_not_an_empty_queue(
+    orders: Orders, access: str
+) -> None:
+    options = {
+        "url": orders.broker.http_url,
+        "user": "guest",
+        "password": "guest",
+        "lease": orders.name,
+        "queue": orders.name,
+        "access": access,
+    }
+    orders.publish(b"1", b"2")
+    reader = WarrenStreamReader(dict(options), SCHEMA)
+    try:
+        start = reader.initialOffset()
+        [task] = reader.partitions(start, reader.latestOffset(start, ReadAllAvailable()))
+        orders.channel.queue_delete(orders.name)
+        with pytest.raises(
+            PipelineError, match=r"has 2 messages in stream \d+, and 0 of them are there: their queue was"
+        ):
+            list(reader.read(task))
+        lenient = WarrenStreamReader({**options, "failOnDataLoss": "false"}, SCHEMA)
+        assert sum(batch.num_rows for batch in lenient.read(task)) == 0
+    finally:
+        reader.stop()

@@ -22,6 +22,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -461,8 +462,8 @@ class WarrenStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _read_files(self, partition: CheckoutPartition) -> Iterator[pa.RecordBatch]:
         for piece in partition.pieces:
-            for batches in self._open_files(partition, piece):
-                yield from self._counted(piece, batches)
+            # Of a queue that was deleted since there is no part at all, which is no reason not to count.
+            yield from self._counted(piece, itertools.chain.from_iterable(self._open_files(partition, piece)))
 
     def _open_files(self, partition: CheckoutPartition, piece: Piece) -> list[Iterator[pa.RecordBatch]]:
         from warren.pipeline.rows import read_part
