@@ -42,6 +42,7 @@ _T = TypeVar("_T")
 RETRY_SECONDS = 60.0
 FIRST_SECONDS = 5.0  # for an address at which nobody has answered yet
 CONNECT_SECONDS = 10.0
+STREAM_ERROR = b"error"  # metadata of a batch: why there are no more
 ANSWER_SECONDS = 120.0  # `stages/decide` waits 30 s for a release, a snapshot for a commit
 
 _FIRST_PAUSE_SECONDS = 0.05
@@ -238,18 +239,18 @@ class BrokerClient:
                 if answer.status != http.client.OK:
                     _json_answer(data_url, answer, answer.read())
                 reader = pa.ipc.open_stream(_Whole(answer))
-                return connection, reader, next(iter(reader), None)
+                return connection, reader, _next_batch(data_url, reader)
             except BaseException:
                 connection.close()
                 raise
 
         connection, reader, first = self._until_answered(data_url, attempt)
         with contextlib.closing(connection):
-            if first is None:
-                return
-            yield first
+            batch = first
             try:
-                yield from reader
+                while batch is not None:
+                    yield batch
+                    batch = _next_batch(data_url, reader)
             except (*_LOST, pa.ArrowInvalid) as error:
                 raise BrokerDownError(
                     f"the data server at {data_url} broke off in the middle of {path}: {error or type(error).__name__}"
@@ -404,6 +405,17 @@ class _Whole(io.RawIOBase):
                 raise http.client.IncompleteRead(b"", len(view) - filled)
             filled += count
         return filled
+
+
+def _next_batch(data_url: str, reader: pa.RecordBatchReader) -> pa.RecordBatch | None:
+    """None: it was the last one. Raises PipelineError with what the server said of a reading that failed."""
+    try:
+        batch, said = reader.read_next_batch_with_custom_metadata()
+    except StopIteration:
+        return None
+    if said is not None and STREAM_ERROR in said:
+        raise PipelineError(f"{said[STREAM_ERROR].decode()} (read by the data server at {data_url})")
+    return batch
 
 
 def _json_answer(url: str, answer: http.client.HTTPResponse, content: bytes) -> dict[str, Any]:
