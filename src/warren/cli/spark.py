@@ -44,7 +44,6 @@ T = TypeVar("T")
 
 _SHOWN_FINDINGS = 100
 _SHOWN_FILES = 40
-_BODY_CHARACTERS = 80
 
 Directory = Annotated[str, typer.Argument(metavar="DIR", help="A data directory that no process owns, or a snapshot.")]
 MaybeDirectory = Annotated[
@@ -621,19 +620,13 @@ def sql(
         return
     console = table_console()
     cells = [
-        [None if value is None else _shortened(job.as_text(value)) for value in row]
+        [None if value is None else job.as_text(value) for value in row]
         for row in itertools.islice(job.rows_of(result), limit)
     ]
     print_rows(console, result.schema.names, cells)
     many = "1 row" if result.num_rows == 1 else f"{result.num_rows:,} rows"
     more = result.num_rows > limit
     console.print(f"the first {limit:,} rows; --limit shows more" if more else many, highlight=False)
-
-
-def _shortened(text: str) -> str:
-    """In characters that leave the terminal as it is."""
-    shown = "".join(character if character.isprintable() else "·" for character in text[: _BODY_CHARACTERS + 1])
-    return shown if len(shown) <= _BODY_CHARACTERS else shown[: _BODY_CHARACTERS - 1] + "…"
 
 
 # ---- init ----

@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 _PLAIN_WIDTH = 160  # of a table that goes to a file or a pipe
+_CELL_CHARACTERS = 80
+_FIELD_CHARACTERS = 1000  # of a value in a record, which has lines to itself
 
 
 def table_console() -> Console:
@@ -27,7 +29,7 @@ def print_rows(console: Console, names: Sequence[str], rows: Sequence[Sequence[s
     """
     table = Table(*map(escape, names))
     for row in rows:
-        table.add_row(*(escape(value or "") for value in row))
+        table.add_row(*(escape(_shortened(value or "", _CELL_CHARACTERS)) for value in row))
     if not rows or Measurement.get(console, console.options.update(width=1 << 16), table).maximum <= console.width:
         console.print(table)
         return
@@ -38,9 +40,17 @@ def print_rows(console: Console, names: Sequence[str], rows: Sequence[Sequence[s
         title = f"-[ record {number:,} ]"
         console.print(title.ljust(min(console.width, margin + 20), "-"), style="bold", markup=False, highlight=False)
         for at, name in shown:
-            console.print(_field(name, margin, row[at] or "", console.width), soft_wrap=True)
+            console.print(
+                _field(name, margin, _shortened(row[at] or "", _FIELD_CHARACTERS), console.width), soft_wrap=True
+            )
     if empty:
         console.print(Text(f"null in all of them: {', '.join(names[at] for at in sorted(empty))}"))
+
+
+def _shortened(text: str, most: int) -> str:
+    """In characters that leave the terminal as it is."""
+    shown = "".join(character if character.isprintable() else "·" for character in text[: most + 1])
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 
 def _field(name: str, margin: int, value: str, width: int) -> Text:
