@@ -109,3 +109,17 @@ def test_a_lease_whose_record_was_damaged_is_gone_on_with_by_the_checkpoint_that
     again = ask("leases/open", **said, owner="a", takeover=True, born=opened["born"])
     assert (again["born"], again["next"]) == (opened["born"], 2)
     assert rows_of(ask, again["epoch"], 1, 1) == [b"0", b"1", b"2"]
+
+
+def test_a_lease_on_a_pattern_whose_user_is_gone_is_released_by_who_may_configure_it(running, channel, ask):
+    users = running.broker.users
+    for user, configure in (("ann", ""), ("bob", "^other")):
+        users.add_user(user, "pw")
+        users.set_permissions(user, "/", configure, "", ".*")
+    ann, bob = Client(running.http_url, "ann", "pw"), Client(running.http_url, "bob", "pw")
+    ann("leases/open", vhost="/", lease="etl", owner="a", pattern="order.*")
+    users.delete_user("ann")
+    assert bob.ask("leases/release", vhost="/", lease="etl")[0] == 403
+    assert bob("leases/list", vhost="/")["leases"] == []
+    assert [lease["lease"] for lease in ask("leases/list", vhost="/")["leases"]] == ["etl"]
+    assert ask("leases/release", vhost="/", lease="etl") == {"requeued": 0, "released": True}

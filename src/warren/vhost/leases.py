@@ -379,7 +379,8 @@ class Leases:
         return {**done, "released": True}
 
     def _held(self, permissions: Permissions, lease: str) -> dict[str, Any]:
-        """For its user, and for those who may configure all queues that it has messages of, or is on."""
+        """For its user, and for those who may configure all queues that it has messages of, or is on. A pattern is taken for
+        a name, as in the list: a lease on no queue must be released by somebody, too, when its user is gone."""
         state: dict[str, Any] | None = self._store.ledger.table(LEASE).get(lease)
         if state is None:
             raise not_found(f"no lease {lease!r} in vhost {self._vhost.name!r}")
@@ -387,8 +388,8 @@ class Leases:
             return state
         held = {sid >> 8 for checkout in self._store.checkouts(lease) for sid in checkout.ranges}
         names = {queue.name for queue in self._vhost.queues.values() if queue.stored.uid in held}
-        names.update(state.get("queues") or ())
-        if not names or not all(permissions.check("configure", "queue", name) for name in names):
+        names.update(state.get("queues") or [state.get("pattern") or ""])
+        if not all(permissions.check("configure", "queue", name) for name in names):
             raise forbidden(f"lease {lease!r} is another user's, and {permissions.user!r} may not configure its queues")
         return state
 
