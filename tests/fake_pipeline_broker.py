@@ -73,6 +73,7 @@ class FakeBroker:
         ready = sum(len(self.ready(queue)) for queue in self.queues)
         return {
             "epoch": self.epoch,
+            "born": 7,
             "floor": self.floor,
             "next": self.next,
             "queues": sorted(self.queues),

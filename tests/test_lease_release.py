@@ -1,4 +1,5 @@
-"""Releasing a lease while a query takes it: either it is gone, or it is the query's with all that it has checked out."""
+"""Releasing a lease while a query takes it: either it is gone, or it is the query's with all that it has checked out. And
+those who knew it before it was released."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.test_pipeline_api import Client, ask, channel, publish, ready, rows_of, running
+from warren.kernel.journal_codec import LEASE
 from warren.testing import RunningBroker
 
 __all__ = ["ask", "channel", "running"]  # fixtures
@@ -75,3 +77,49 @@ def test_a_lease_that_nobody_opens_meanwhile_is_released_also_by_two_at_once(
         assert releasing.result(SECONDS) == {"requeued": 3, "released": True}
     assert ask("leases/list", vhost="/")["leases"] == []
     assert ready(channel) == 3
+
+
+def test_the_checkpoint_of_a_released_lease_acks_nothing_of_a_new_one_of_its_name(channel, ask):
+    """Both count their checkouts from 1, so an old offset may be one that the new lease knows."""
+    publish(channel, 3)
+    old = ask("leases/open", vhost="/", lease="etl", owner="a", queues=["orders"])
+    assert ask("leases/next", vhost="/", lease="etl", epoch=old["epoch"], start=0)["end"] == 1
+    ask("leases/release", vhost="/", lease="etl", requeue=True)
+    gone = {"vhost": "/", "lease": "etl", "owner": "a", "queues": ["orders"], "takeover": True, "born": old["born"]}
+    status, answer = ask.ask("leases/open", **gone)
+    assert (status, answer["error"]) == (409, "data_loss")
+    assert ask("leases/list", vhost="/")["leases"] == [], "it is not made again for who cannot use it"
+    new = ask("leases/open", vhost="/", lease="etl", owner="b", queues=["orders"])
+    assert ask("leases/next", vhost="/", lease="etl", epoch=new["epoch"], start=0)["end"] == 1
+    status, answer = ask.ask("leases/open", **gone)
+    assert (status, answer["error"]) == (409, "data_loss")
+    assert "is not the one that the checkpoint knows" in answer["reason"]
+    assert rows_of(ask, new["epoch"], 1, 1) == [b"0", b"1", b"2"], "its query goes on"
+    assert ask("leases/open", **{**gone, "born": new["born"]})["next"] == 2, "which may also be restarted"
+
+
+def test_a_lease_whose_record_was_damaged_is_gone_on_with_by_the_checkpoint_that_knows_it(running, channel, ask):
+    publish(channel, 3)
+    said = {"vhost": "/", "lease": "etl", "queues": ["orders"]}
+    opened = ask("leases/open", **said, owner="a")
+    ask("leases/next", vhost="/", lease="etl", epoch=opened["epoch"], start=0)
+    store = running.broker.vhosts["/"].store
+    with store.lock:
+        store.ledger.put(LEASE, "etl", None)
+    again = ask("leases/open", **said, owner="a", takeover=True, born=opened["born"])
+    assert (again["born"], again["next"]) == (opened["born"], 2)
+    assert rows_of(ask, again["epoch"], 1, 1) == [b"0", b"1", b"2"]
+
+
+def test_a_lease_on_a_pattern_whose_user_is_gone_is_released_by_who_may_configure_it(running, channel, ask):
+    users = running.broker.users
+    for user, configure in (("ann", ""), ("bob", "^other")):
+        users.add_user(user, "pw")
+        users.set_permissions(user, "/", configure, "", ".*")
+    ann, bob = Client(running.http_url, "ann", "pw"), Client(running.http_url, "bob", "pw")
+    ann("leases/open", vhost="/", lease="etl", owner="a", pattern="order.*")
+    users.delete_user("ann")
+    assert bob.ask("leases/release", vhost="/", lease="etl")[0] == 403
+    assert bob("leases/list", vhost="/")["leases"] == []
+    assert [lease["lease"] for lease in ask("leases/list", vhost="/")["leases"]] == ["etl"]
+    assert ask("leases/release", vhost="/", lease="etl") == {"requeued": 0, "released": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import pickle
 import shutil
 import struct
 import subprocess
@@ -17,7 +18,9 @@ from typing import Any
 
 import pika
 import pytest
+from typer.testing import CliRunner
 
+from warren.cli.main import app
 from warren.testing import RunningBroker, running_broker
 
 
@@ -582,7 +585,10 @@ def test_the_data_server_comes_back_on_the_port_that_tasks_know(tmp_path):
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for certificates: apt-get install openssl")
 def test_http_is_over_tls_with_the_certificate_of_amqp(tmp_path):
+    import pyarrow as pa
+
     from warren.pipeline.broker_client import BrokerClient, Credentials
+    from warren.pipeline.sink import SinkSettings, _Stages
 
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2", "-nodes"]
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-keyout", "key.pem", "-out", "cert.pem", *subject]
@@ -605,6 +611,20 @@ def test_http_is_over_tls_with_the_certificate_of_amqp(tmp_path):
             asked = {**place, "columns": ["body"]}
             batches = list(client.stream(said["data_url"], "/checkouts/read", said["ticket"], asked))
         assert [body for batch in batches for body in batch.column("body").to_pylist()] == [b"0", b"1", b"2"]
+        options = {"url": broker.http_url, "routingKey": "orders", "caFile": str(tmp_path / "cert.pem")}
+        driver = _Stages(SinkSettings.from_options(options), "w", guest)
+        task = pickle.loads(pickle.dumps(driver))
+        rows = pa.RecordBatch.from_pydict({"body": [b"3", b"4"]})
+        driver.decide("q.0", [task.stage("q.0", 0, 1, iter([rows]))])
+        assert broker.queue_info("orders")["messages_ready"] == 2
+        commands = (["leases", "list"], ["snapshots", "list"], ["leases", "release", "etl", "--requeue"])
+        for command in commands:
+            done = CliRunner().invoke(app, [*command, "--url", broker.http_url])
+            assert (done.exit_code, "--ca-file" in done.output) == (1, True), done.output
+        for command in commands:
+            trusted = ["--url", broker.http_url, "--ca-file", str(tmp_path / "cert.pem")]
+            done = CliRunner().invoke(app, [*command, *trusted])
+            assert done.exit_code == 0, done.output
 
 
 # -- what a rival found --------------------------------------------------------------------------------------------------

@@ -189,3 +189,14 @@ def test_replay_of_one_queue_under_one_routing_key(spark, origin, tmp_path, publ
     assert (exchange, routing_key, len(rows)) == (None, "here", 7)
     assert "routing_key" not in columns
     assert "exchange" in columns
+
+
+def test_messages_of_other_users_can_be_replayed_without_their_user_id(spark, tmp_path, published):
+    """The broker refuses a user_id that is not the publisher's: one such message kept the whole archive back."""
+    with warren.open(tmp_path / "data") as store:
+        for user in ("shop", "guest", None):
+            store.queue("orders").publish(b"1", user_id=user)
+    archive(spark, Origin(path=str(tmp_path / "data")), str(tmp_path / "archive"))
+    assert replay(spark, str(tmp_path / "archive"), Origin(url="http://127.0.0.1:1", user="guest")) == 3
+    [(_, rows, _, _)] = published
+    assert [row.user_id for row in rows] == [None, "guest", None]

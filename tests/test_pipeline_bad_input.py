@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pika
 import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 import warren
 from tests.broker_clients import eventually
@@ -20,7 +22,9 @@ from tests.broker_process import free_port
 from tests.spark_session import spark  # noqa: F401
 from tests.test_pipeline_api import Client
 from tests.test_pipeline_cli import run, said
-from tests.test_pipeline_stream import Orders, bodies_in, to_parquet
+from tests.test_pipeline_stream import SCHEMA, Orders, bodies_in, to_parquet
+from warren.pipeline.errors import PipelineError
+from warren.pipeline.stream_source import WarrenStreamReader
 from warren.storage.layout import hashed
 from warren.testing import RunningBroker, running_broker
 
@@ -119,6 +123,22 @@ def test_a_store_of_a_newer_format_is_left_alone(spark: SparkSession, tmp_path: 
     assert file.read_bytes() == before
 
 
+def test_a_dataframe_of_a_broker_that_is_not_there_fails_soon(spark: SparkSession) -> None:
+    """Also the sink, which asks for a token first. Spark retries nothing of it: it is said when a plan is made."""
+    url = f"http://127.0.0.1:{free_port()}"
+    options = {"url": url, "user": "guest", "password": "hunter2"}
+    for attempt in (
+        lambda: spark.read.format("warren").options(**options, queue="orders").load().count(),
+        lambda: spark.range(1).selectExpr("'a' as body").write.format("warren").mode("append").options(**options)
+        .option("exchange", "").option("routingKey", "orders").save(),
+    ):  # fmt: skip
+        begun = time.monotonic()
+        with pytest.raises(Exception, match=f"no broker answers at {url} for 5 s") as caught:
+            attempt()
+        assert time.monotonic() - begun < 30
+        assert "hunter2" not in str(caught.value)
+
+
 # ---- streams ----
 
 
@@ -174,7 +194,9 @@ def test_an_offset_whose_messages_were_given_back_is_refused_and_nothing_is_acke
     fails(to_parquet(frame, tmp_path, availableNow=True), r"was settled.* begin with a new checkpoint")
     assert orders.counts() == (2, 0)
     client("leases/release", vhost="/", lease=orders.name)
-    fails(to_parquet(frame, tmp_path, availableNow=True), r"knows no checkout 1.* Begin with a new checkpoint")
+    fails(to_parquet(frame, tmp_path, availableNow=True), r"not the one that the checkpoint knows.* Begin with a new")
+    known = {lease["lease"] for lease in client("leases/list", vhost="/")["leases"]}
+    assert orders.name not in known, "and no lease was made for it"
     assert orders.counts() == (2, 0)
     assert to_parquet(frame, tmp_path / "anew", availableNow=True).awaitTermination(PATIENCE)
     assert bodies_in(spark, tmp_path / "anew") == [b"3", b"4"]
@@ -221,3 +243,31 @@ def test_a_second_query_on_a_lease_ends_with_the_name_of_the_first(
     finally:
         first.stop()
     assert bodies_in(spark, tmp_path / "first") == sorted(orders.ledger), "the first one went on"
+
+
+@pytest.mark.parametrize("access", ["files", "http"])
+def test_a_queue_that_is_deleted_while_its_batch_is_read_is_an_error_and_not_an_empty_queue(
+    orders: Orders, access: str
+) -> None:
+    options = {
+        "url": orders.broker.http_url,
+        "user": "guest",
+        "password": "guest",
+        "lease": orders.name,
+        "queue": orders.name,
+        "access": access,
+    }
+    orders.publish(b"1", b"2")
+    reader = WarrenStreamReader(dict(options), SCHEMA)
+    try:
+        start = reader.initialOffset()
+        [task] = reader.partitions(start, reader.latestOffset(start, ReadAllAvailable()))
+        orders.channel.queue_delete(orders.name)
+        with pytest.raises(
+            PipelineError, match=r"has 2 messages in stream \d+, and 0 of them are there: their queue was"
+        ):
+            list(reader.read(task))
+        lenient = WarrenStreamReader({**options, "failOnDataLoss": "false"}, SCHEMA)
+        assert sum(batch.num_rows for batch in lenient.read(task)) == 0
+    finally:
+        reader.stop()

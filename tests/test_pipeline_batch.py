@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pika
@@ -354,6 +356,29 @@ def test_the_tables_of_a_running_broker_are_those_of_its_snapshot(served, access
         "urgent": (60, 0, True),
         "passing": (60, 0, False),
     }
+
+
+@pytest.mark.parametrize("access", ["files", "http"])
+def test_a_damaged_message_of_a_running_broker_is_named_also_by_the_data_server(access):
+    with running_broker(http=True) as broker:
+        with contextlib.closing(pika.BlockingConnection(pika.URLParameters(broker.url))) as connection:
+            channel = connection.channel()
+            channel.confirm_delivery()
+            channel.queue_declare("orders", durable=True)
+            for body in (b"first", b"the second one", b"third"):
+                channel.basic_publish("", "orders", body, pika.BasicProperties(delivery_mode=2))
+        options = {"url": broker.http_url, "user": "guest", "password": "guest", "queue": "orders", "access": access}
+        reader = WarrenBatchReader(options, arrow_schema(["seq_id", "body"]))
+        [share] = reader.partitions()
+        files = [path for path in Path(share.place.root).rglob("*") if path.is_file()]
+        for path in files:
+            content = path.read_bytes()
+            if b"the second one" in content:
+                path.write_bytes(content.replace(b"the second one", b"the secund one"))
+        with pytest.raises(PipelineError, match=r"message 1 of queue 'orders' cannot be read"):
+            list(reader.read(share))
+        lenient = WarrenBatchReader({**options, "failOnDataLoss": "false"}, arrow_schema(["seq_id", "body"]))
+        assert [row["body"] for batch in lenient.read(share) for row in batch.to_pylist()] == [b"first", b"third"]
 
 
 def test_a_place_elsewhere_is_read_by_http_unless_files_are_asked_for():

@@ -151,7 +151,7 @@ def test_sql_shows_a_table_or_writes_a_file(data, tmp_path):
     result = run("sql", query, data)
     assert result.exit_code == 0, result.output
     assert "orders" in result.stdout
-    assert "1 rows" in result.stdout
+    assert "1 row\n" in result.stdout
     assert run("sql", query, data, "--csv", "-").stdout.splitlines()[0] == "queue,n"
     assert run("sql", query, data, "--json", tmp_path / "rows.json").exit_code == 0
     [row] = json.loads((tmp_path / "rows.json").read_text())
@@ -167,12 +167,32 @@ def test_sql_shows_no_more_rows_than_asked_for_and_leaves_the_terminal_as_it_is(
     assert "\x1b" not in result.stdout
 
 
+def test_sql_shows_what_is_wider_than_the_terminal_one_record_under_the_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("warren.cli.tables._PLAIN_WIDTH", 0)  # as on a terminal
+    with warren.open(tmp_path / "data") as store:
+        store.queue("q").publish_many([b"x" * 700 + b"end\x1b", b"second"], content_type="text/plain")
+    lines = run("sql", "select * from q order by seq_id", tmp_path / "data").stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    fields = dict(line.split(" | ", 1) for line in lines if " | " in line and not line.startswith(" "))
+    fields = {name.strip(): value for name, value in fields.items()}
+    assert lines[0].startswith("-[ record 1 ]---")
+    assert (fields["content_type"], fields["body"], fields["size"]) == ("text/plain", "second", "6")
+    assert "".join(line.partition("|")[2].strip() for line in lines).count("x" * 700 + "end·") == 1, "in several lines"
+    assert "correlation_id" not in fields
+    assert "correlation_id" in " ".join(lines).partition("null in all of them: ")[2]
+    assert lines[-1] == "2 rows"
+    narrow = run("sql", "select seq_id, size from q", tmp_path / "data").stdout
+    assert "record" not in narrow
+
+
 def test_a_wrong_query_is_one_line(data):
     assert "nobody" in said(run("sql", "select * from nobody", data))
 
 
-def test_no_place_is_one_line():
-    assert "neither a directory nor a url" in said(run("sql", "select 1"))
+def test_no_place_and_two_of_them_are_a_wrong_command_line():
+    assert "neither a directory nor a url" in said(run("sql", "select 1"), 2)
+    assert "both a directory and a url" in said(run("sql", "select 1", "data", "--url", "http://127.0.0.1:1"), 2)
 
 
 def test_report_writes_one_page(data, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import shutil
 import socket
@@ -88,6 +89,63 @@ def test_a_broker_that_comes_back_is_found_again() -> None:
     with pytest.raises(BrokerDownError, match=rf"no broker answers at http://127.0.0.1:{port} for 3 s .*warren serve"):
         client.call("token")
     assert sum(clock.pauses) == pytest.approx(3)
+
+
+def test_an_address_at_which_nobody_ever_answered_is_given_up_soon_and_a_broker_that_restarts_is_waited_for() -> None:
+    clock = Clock()
+    with fake_broker() as fake:
+        client = BrokerClient(fake.url, GUEST, first_seconds=5, sleep=clock.sleep, clock=clock)
+        client.call("token")
+    client.close()
+    with pytest.raises(BrokerDownError, match=r"for 60 s"):
+        client.call("token")
+    assert sum(clock.pauses) == pytest.approx(60), "it was there: it restarts"
+    clock = Clock()
+    stranger = BrokerClient(client.url, GUEST, first_seconds=5, sleep=clock.sleep, clock=clock)
+    with pytest.raises(BrokerDownError, match=r"no broker answers at \S+ for 5 s .*correct the option url"):
+        stranger.call("token")
+    assert sum(clock.pauses) == pytest.approx(5)
+
+
+def test_a_broker_that_starts_is_waited_for_also_by_who_comes_first(fake: FakeBroker) -> None:
+    fake.faults.append(times(9, lambda: Refused(503, "unavailable", "the broker is starting")))
+    clock = Clock()
+    with BrokerClient(fake.url, GUEST, first_seconds=1, sleep=clock.sleep, clock=clock) as client:
+        assert client.call("token")["token"] == "a-token"
+    assert sum(clock.pauses) > 5
+
+
+@pytest.mark.parametrize(
+    ("words", "scheme", "message"),
+    [
+        (b"AMQP\x00\x00\x09\x01", "http", "it speaks AMQP"),
+        (b"220 mail.example ESMTP\r\n", "http", "it speaks no HTTP"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "https", "http:// and not https://"),
+    ],
+)
+def test_an_address_that_speaks_another_protocol_is_named_at_once(words: bytes, scheme: str, message: str) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(ConnectionError):  # whoever hears it hangs up
+            connection.recv(65536)
+            connection.sendall(words)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(65536)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    clock = Clock()
+    url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
+    with (
+        listener,
+        BrokerClient(url, GUEST, sleep=clock.sleep, clock=clock) as client,
+        pytest.raises(PipelineError, match=message),
+    ):
+        client.call("token")
+    thread.join()
+    assert clock.pauses == []
 
 
 def test_nothing_is_tried_again_after_another_refusal(fake: FakeBroker) -> None:

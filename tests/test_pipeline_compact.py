@@ -14,9 +14,11 @@ import pytest
 import warren
 from tests.spark_session import spark  # noqa: F401
 from tests.test_cli import SMALL
-from warren.pipeline.jobs.compact import CompactionPlan, FileGarbage, compaction_plan, plan_merges
+from tests.test_segment_trailers import CountingDisk
+from warren.pipeline.jobs.compact import CompactionPlan, FileGarbage, _scans, compaction_plan, plan_merges
+from warren.storage.recovery import scan_segment
 from warren.storage.settings import EngineSettings
-from warren.storage.verify import vhost_roots
+from warren.storage.verify import plan_verification, vhost_roots
 from warren.storage.vhost_store import VhostStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
@@ -79,6 +81,19 @@ def test_the_plan_is_what_the_collection_of_the_engine_does(spark, tmp_path, see
         assert sum(before.values()) - after == plan.freed_bytes
     finally:
         store.close()
+
+
+def test_slots_for_which_a_trailer_speaks_are_not_read(tmp_path):
+    store = warren.open(tmp_path / "data", settings=SMALL)
+    store.queue("q").publish_many([b"small"] * (2 * SMALL.segment_entries))
+    store.sync()
+    store.engine.checkpoint(seal=True, carry_below=0)
+    store.engine.abandon()
+    [root] = vhost_roots(str(tmp_path / "data"))
+    scans = _scans(plan_verification(root))
+    disk = CountingDisk()
+    assert [scan_segment(disk, scan).refs for scan in scans] == [[], []]
+    assert disk.read_whole == []
 
 
 def test_a_store_without_stored_bodies_has_nothing_to_merge(spark, tmp_path):

@@ -30,6 +30,11 @@ GOOD = {"path": "data", "queue": "orders"}
         ({**GOOD, "state": "read"}, "option state is 'read'; it can be ready, unacked, all"),
         ({**GOOD, "access": "ftp"}, "option access is 'ftp'; it can be auto, files, http"),
         ({**GOOD, "table": "queue"}, "option table is 'queue'; it can be messages, queues"),
+        (
+            {"path": "data", "table": "segments", "since": "0"},
+            "option since chooses messages, and table=segments has none",
+        ),
+        ({**GOOD, "table": "queues", "state": "ready"}, "option state chooses messages"),
         ({**GOOD, "failOnDataLoss": "no"}, "option failOnDataLoss is 'no'; it can be true, false"),
     ],
 )

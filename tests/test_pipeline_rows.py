@@ -23,11 +23,14 @@ import warren
 from tests.small_engine import TINY, temporary_root
 from warren.errors import StoreFailedError, StoreFormatError
 from warren.kernel.checksum import crc32c
+from warren.pipeline import stored_bodies
 from warren.pipeline.errors import DamagedMessageError
 from warren.pipeline.parts import StreamPart, pack_pairs
 from warren.pipeline.rows import count_part, read_part
 from warren.pipeline.schema import COLUMNS
 from warren.pipeline.store_view import open_view
+from warren.storage.store_format import file_name
+from warren.storage.verify import vhost_roots
 
 KINDS: dict[str, dict[str, Any]] = {
     "variable": {},
@@ -538,6 +541,37 @@ def test_payloads_are_found_again_after_compaction_moved_them(data):
         == [row["body"] for row in before]
         == [b"%03d" % n * 200 for n in range(3, 120, 4)]
     )
+
+
+def test_a_payload_is_found_also_when_compaction_is_faster_than_the_listing(data, monkeypatch):
+    """With failOnDataLoss=false a payload that is not found is passed over, and its checkout acked: so it has to be looked
+    for as long as files vanish while they are listed."""
+    store = open_tiny(data)
+    bodies = [b"%03d" % n * 200 for n in range(40)]
+    store.queue("orders").publish_many(bodies)
+    store.sync()
+    store.engine.checkpoint(seal=True, carry_below=0)
+    store.engine.store.seal()
+    store.close()
+    [root] = vhost_roots(str(data))
+    directory = os.path.join(root, "msg_store_persistent")
+    real, others = os.listdir, iter(range(900, 905))
+
+    def listed(path: str) -> list[str]:
+        """And then everything that it says is moved."""
+        names = real(path)
+        if path == directory and (generation := next(others, None)) is not None:
+            for name in names:
+                number, _, suffix = name.split(".")
+                moved = file_name(int(number), generation, f".{suffix}")
+                if suffix == "rdq":
+                    shutil.copy(os.path.join(path, name), os.path.join(path, moved))
+                os.unlink(os.path.join(path, name))
+        return names
+
+    monkeypatch.setattr(stored_bodies.os, "listdir", listed)
+    assert [row["body"] for row in read(data)] == bodies
+    assert next(others, None) is None, "all of them were moved, five times"
 
 
 def test_no_file_stays_open_when_a_part_is_read(data):

@@ -3,6 +3,7 @@ leases whose messages come back to queues with limits."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import tempfile
@@ -115,6 +116,26 @@ def test_the_driver_says_how_many_rows_went_nowhere(running, channel, caplog):
     driver.decide("q.0", [driver.stage("q.0", 0, 1, iter([pa.RecordBatch.from_pydict({"body": [b"1", b"2"]})]))])
     (said,) = [record.getMessage() for record in caplog.records if record.name == "warren.pipeline"]
     assert said.startswith("2 of 2 rows of batch q.0 were dropped")
+
+
+def test_a_batch_whose_stages_are_dropped_while_it_is_decided_is_not_decided(running, channel, ask, root, monkeypatch):
+    """A driver that gave up says so while its decision is still under way. Once decided, the repetition of the batch would be
+    taken for what it is, and its rows be in no queue."""
+    name = stage(root, [("", "orders", b"1")], batch="q.0")
+    deciding = running.broker.vhosts["/"].data_requests.stages
+    real = deciding._check_routes
+
+    async def slowly(paths: list[str]) -> None:
+        await real(paths)
+        assert await asyncio.to_thread(ask, "stages/drop", vhost="/", writer="w", stages=[name]) == {"dropped": 1}
+
+    monkeypatch.setattr(deciding, "_check_routes", slowly)
+    said = {"vhost": "/", "writer": "w", "batch": "q.0"}
+    status, answer = ask.ask("stages/decide", **said, stages=[name], mandatory=True)
+    assert (status, answer["error"]) == (409, "data_loss")
+    again = stage(root, [("", "orders", b"1")], batch="q.0")
+    assert ask("stages/decide", **said, stages=[again])["duplicate"] is False
+    assert drain(channel) == [b"1"]
 
 
 # ---- no room ----

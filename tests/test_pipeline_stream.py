@@ -57,7 +57,7 @@ def reading(fake: FakeBroker, **options: str) -> Iterator[WarrenStreamReader]:
 
 
 def offset(number: int) -> dict[str, Any]:
-    return {"checkout": number, "lease": "l", "v": 1}
+    return {"born": 7, "checkout": number, "lease": "l", "v": 1}
 
 
 def rows_of(reader: WarrenStreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[bytes]:
@@ -171,6 +171,19 @@ def test_a_checkpoint_of_another_lease_is_refused(fake: FakeBroker) -> None:
     assert fake.calls == [], "and nothing was opened"
 
 
+def test_an_offset_says_which_lease_of_its_name_it_is_of(fake: FakeBroker) -> None:
+    with reading(fake) as reader:
+        reader.latestOffset(offset(0), ReadAllAvailable())
+        assert [arguments["born"] for name, arguments in fake.calls if name == "leases/open"] == [7]
+    with reading(fake) as reader:
+        start = reader.initialOffset()
+        with pytest.raises(PipelineError, match="not the one that the checkpoint knows"):
+            reader.partitions(start, {**offset(1), "born": 6})
+    with reading(fake) as reader:  # of a checkpoint that is older than that
+        older = {"checkout": 0, "lease": "l", "v": 1}
+        assert reader.latestOffset(older, ReadAllAvailable()) == offset(1)
+
+
 def test_heartbeats_say_that_the_lease_is_held(fake: FakeBroker) -> None:
     with reading(fake) as reader:
         reader.initialOffset()
@@ -181,7 +194,7 @@ def test_lag_is_what_waits_beyond_the_batch(fake: FakeBroker) -> None:
     with reading(fake, maxOffsetsPerTrigger="4") as reader:
         assert reader.reportLatestOffset() is None
         reader.latestOffset(reader.initialOffset(), ReadMaxRows(4))
-        assert reader.reportLatestOffset() == {"checkout": 1, "lease": "l", "v": 1, "ready": 6}
+        assert reader.reportLatestOffset() == {**offset(1), "ready": 6}
 
 
 # ---- limits ----
@@ -410,6 +423,21 @@ def test_a_broker_that_restarts_in_the_middle_costs_a_pause(fake: FakeBroker) ->
         assert end == offset(1)
 
 
+def test_a_query_that_begins_gives_a_wrong_url_up_soon_and_one_that_goes_on_waits(monkeypatch) -> None:
+    asked: list[float | None] = []
+
+    def client(url: str, credentials: Any, *, first_seconds: float | None, ca_file: str | None) -> None:
+        asked.append(first_seconds)
+        raise PipelineError(f"nobody at {url}")
+
+    monkeypatch.setattr(stream_source, "BrokerClient", client)
+    reader = WarrenStreamReader({**OPTIONS, "url": "http://127.0.0.1:1"}, SCHEMA)
+    for ask in (reader.initialOffset, lambda: reader.latestOffset(offset(1), ReadAllAvailable())):
+        with pytest.raises(PipelineError):
+            ask()
+    assert asked == [stream_source.FIRST_SECONDS, None]
+
+
 # ---- options ----
 
 
@@ -426,6 +454,8 @@ def test_a_broker_that_restarts_in_the_middle_costs_a_pause(fake: FakeBroker) ->
         ({"startingOffsets": "middle"}, "startingOffsets is 'middle'"),
         ({"asyncProgressTrackingEnabled": "true"}, "leave it off"),
         ({"leese": "x"}, "did you mean 'lease'"),
+        ({"mode": "tab"}, "option mode is 'tab'; it can be consume, tap"),
+        ({"snapshotTtl": "60"}, "snapshotTtl is for mode=tap"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(options: dict[str, str], message: str) -> None:

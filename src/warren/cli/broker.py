@@ -14,15 +14,17 @@ from warren.pipeline.broker_client import BrokerClient, Credentials
 Url = Annotated[str, typer.Option(help="The broker's HTTP address.", envvar="WARREN_URL")]
 User = Annotated[str, typer.Option(help="Who asks.", envvar="WARREN_USER")]
 Password = Annotated[str, typer.Option(help="His password.", envvar="WARREN_PASSWORD", show_default=False)]
+CaFile = Annotated[str | None, typer.Option(help="Certificates to trust, for https.", envvar="WARREN_CA_FILE")]
 DEFAULT_URL = "http://127.0.0.1:15672"
 _PATIENCE_SECONDS = 3.0
 
 
 @contextlib.contextmanager
-def asking(url: str, user: str, password: str) -> Iterator[BrokerClient]:
+def asking(url: str, user: str, password: str, ca_file: str | None = None) -> Iterator[BrokerClient]:
     """A client; an error becomes one line and exit code 1."""
+    credentials = Credentials(user=user, password=password)
     try:
-        with BrokerClient(url, Credentials(user=user, password=password), retry_seconds=_PATIENCE_SECONDS) as client:
+        with BrokerClient(url, credentials, retry_seconds=_PATIENCE_SECONDS, ca_file=ca_file) as client:
             yield client
     except WarrenError as error:
         typer.echo(f"warren: {error}", err=True)

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from warren.cli.broker import DEFAULT_URL, Password, Url, User, asking, in_vhost
+from warren.cli.broker import DEFAULT_URL, CaFile, Password, Url, User, asking, in_vhost
 from warren.cli.tables import table_console
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -24,9 +24,10 @@ def list_leases(
     url: Url = DEFAULT_URL,
     user: User = "guest",
     password: Password = "guest",
+    ca_file: CaFile = None,
 ) -> None:
     """Show all leases: who holds them, what they have checked out, when their holder was last heard of."""
-    with asking(url, user, password) as broker:
+    with asking(url, user, password, ca_file) as broker:
         leases = broker.call("leases/list", **in_vhost(vhost))["leases"]
     if as_json:
         typer.echo(json.dumps(leases, indent=1))
@@ -52,10 +53,15 @@ def list_leases(
 
 @app.command()
 def requeue(
-    lease: Name, vhost: Vhost = "/", url: Url = DEFAULT_URL, user: User = "guest", password: Password = "guest"
+    lease: Name,
+    vhost: Vhost = "/",
+    url: Url = DEFAULT_URL,
+    user: User = "guest",
+    password: Password = "guest",
+    ca_file: CaFile = None,
 ) -> None:
     """Put what a lease has checked out back into its queues. Its stream must begin with a new checkpoint then."""
-    with asking(url, user, password) as broker:
+    with asking(url, user, password, ca_file) as broker:
         done = broker.call("leases/requeue", vhost=vhost, lease=lease)
     typer.echo(f"{done['requeued']:,} messages of lease {lease!r} are ready again")
 
@@ -68,8 +74,9 @@ def release(
     url: Url = DEFAULT_URL,
     user: User = "guest",
     password: Password = "guest",
+    ca_file: CaFile = None,
 ) -> None:
     """Forget a lease. One that has messages checked out is refused, unless they are requeued."""
-    with asking(url, user, password) as broker:
+    with asking(url, user, password, ca_file) as broker:
         done = broker.call("leases/release", vhost=vhost, lease=lease, requeue=also_requeue)
     typer.echo(f"lease {lease!r} is released; {done['requeued']:,} messages are ready again")

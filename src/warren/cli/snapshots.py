@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from warren.cli.broker import DEFAULT_URL, Password, Url, User, asking, in_vhost
+from warren.cli.broker import DEFAULT_URL, CaFile, Password, Url, User, asking, in_vhost
 from warren.cli.tables import table_console
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -23,9 +23,10 @@ def list_snapshots(
     url: Url = DEFAULT_URL,
     user: User = "guest",
     password: Password = "guest",
+    ca_file: CaFile = None,
 ) -> None:
     """Show all snapshots that readers hold: of which queues, how many messages, how long they stay."""
-    with asking(url, user, password) as broker:
+    with asking(url, user, password, ca_file) as broker:
         snapshots = broker.call("snapshots/list", **in_vhost(vhost))["snapshots"]
     if as_json:
         typer.echo(json.dumps(snapshots, indent=1))
@@ -58,10 +59,11 @@ def release(
     url: Url = DEFAULT_URL,
     user: User = "guest",
     password: Password = "guest",
+    ca_file: CaFile = None,
 ) -> None:
     """End a snapshot now. Who still reads it fails."""
     if (id is None) == (group is None):
         raise typer.BadParameter("give the id of a snapshot, or --group")
-    with asking(url, user, password) as broker:
+    with asking(url, user, password, ca_file) as broker:
         released = broker.call("snapshots/release", vhost=vhost, id=id, group=group)["released"]
     typer.echo(f"snapshot {id} is released" if id is not None else f"{released} snapshots of {group} are released")

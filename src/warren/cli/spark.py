@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from warren.cli.broker import DEFAULT_URL
-from warren.cli.tables import table_console
+from warren.cli.tables import print_rows, table_console
 from warren.cli.view import find_roots, undisturbed, vhost_name
 from warren.errors import StoreLockedError, StorePathError, WarrenError
 from warren.storage.running_node import node_of_vhost
@@ -43,7 +44,6 @@ T = TypeVar("T")
 
 _SHOWN_FINDINGS = 100
 _SHOWN_FILES = 40
-_BODY_CHARACTERS = 80
 
 Directory = Annotated[str, typer.Argument(metavar="DIR", help="A data directory that no process owns, or a snapshot.")]
 MaybeDirectory = Annotated[
@@ -376,9 +376,14 @@ def _show_plan(plan: CompactionPlan) -> None:
 
 
 def _origin(**given: Any) -> Origin:
+    from warren.pipeline.errors import PipelineError
     from warren.pipeline.jobs.origin import Origin
 
-    origin = Origin(**given)
+    try:
+        origin = Origin(**given)
+    except PipelineError as error:  # no place, or two
+        typer.echo(f"warren: {error}", err=True)
+        raise typer.Exit(2) from None
     origin.check()
     return origin
 
@@ -584,6 +589,8 @@ def sql(
 
     warren spark sql "select routing_key, count(*) from orders group by 1" data/
 
+    A result that is wider than the terminal is shown one record under the other.
+
     Odd names are quoted: `dead-letters`. Also there: warren_queues, warren_segments, warren_files, warren_journal.
     """
     origin = _origin(
@@ -612,21 +619,14 @@ def sql(
     if to_file:
         return
     console = table_console()
-    table = Table(*map(escape, result.schema.names))
-    for number, row in enumerate(job.rows_of(result)):
-        if number < limit:
-            table.add_row(*(escape(_shortened(job.as_text(value))) for value in row))
-    console.print(table)
+    cells = [
+        [None if value is None else job.as_text(value) for value in row]
+        for row in itertools.islice(job.rows_of(result), limit)
+    ]
+    print_rows(console, result.schema.names, cells)
+    many = "1 row" if result.num_rows == 1 else f"{result.num_rows:,} rows"
     more = result.num_rows > limit
-    console.print(
-        f"the first {limit:,} rows; --limit shows more" if more else f"{result.num_rows:,} rows", highlight=False
-    )
-
-
-def _shortened(text: str) -> str:
-    """In characters that leave the terminal as it is."""
-    shown = "".join(character if character.isprintable() else "·" for character in text[: _BODY_CHARACTERS + 1])
-    return shown if len(shown) <= _BODY_CHARACTERS else shown[: _BODY_CHARACTERS - 1] + "…"
+    console.print(f"the first {limit:,} rows; --limit shows more" if more else many, highlight=False)
 
 
 # ---- init ----

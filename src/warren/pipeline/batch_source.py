@@ -21,7 +21,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from warren.errors import StoreLockedError
-from warren.pipeline.broker_client import BrokerClient, Credentials, sees_files
+from warren.pipeline.broker_client import FIRST_SECONDS, BrokerClient, Credentials, sees_files
 from warren.pipeline.errors import CredentialsError, PipelineError
 from warren.pipeline.options import SourceOptions, plain_options
 from warren.pipeline.parts import StreamPart
@@ -133,7 +133,8 @@ def find_place(asked: SourceOptions, options: Mapping[str, str]) -> Place:
             open_view(asked.path, asked.vhost)  # refuses, and says what to do
             raise StoreLockedError(f"{asked.path} was in use a moment ago; try again")
     assert url is not None
-    with BrokerClient(url, Credentials.from_options(options), ca_file=asked.ca_file) as client:
+    credentials = Credentials.from_options(options)
+    with BrokerClient(url, credentials, first_seconds=FIRST_SECONDS, ca_file=asked.ca_file) as client:
         snapshot = client.call(
             "snapshots/take",
             vhost=asked.vhost,

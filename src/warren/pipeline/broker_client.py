@@ -4,7 +4,8 @@ Rules:
 
 1. Every request of the API may be repeated: the broker knows a repeated one and answers as before. So a broker that is
    restarted in the middle costs a pause, not a query: connection errors and 503 are tried again, with growing pauses,
-   for `retry_seconds`.
+   for `retry_seconds`. Who has never been answered has more likely a wrong url than a broker that is about to come back:
+   a client that begins something gives up after `first_seconds`.
 2. Credentials stay in the driver's process. `Credentials` shows no secret in a repr and refuses to be pickled; executors
    get a ticket, which stands for one snapshot, checkout or stage and expires.
 3. A stream of rows is tried again until its first batch came. Behind that the caller has rows already, and Spark runs
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 RETRY_SECONDS = 60.0
+FIRST_SECONDS = 5.0  # for an address at which nobody has answered yet
 CONNECT_SECONDS = 10.0
+STREAM_ERROR = b"error"  # metadata of a batch: why there are no more
 ANSWER_SECONDS = 120.0  # `stages/decide` waits 30 s for a release, a snapshot for a commit
 
 _FIRST_PAUSE_SECONDS = 0.05
@@ -138,6 +141,7 @@ class BrokerClient:
         credentials: Credentials | None = None,
         *,
         retry_seconds: float = RETRY_SECONDS,
+        first_seconds: float | None = None,
         ca_file: str | None = None,
         trust: ssl.SSLContext | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -146,6 +150,7 @@ class BrokerClient:
         self.url = url
         self._credentials = credentials
         self._retry_seconds = retry_seconds
+        self._first_seconds = first_seconds  # None: as long as later; of a process that goes on with what others began
         self._ca_file = ca_file
         self._trust = trust  # in the place of ca_file and the system's
         self._sleep = sleep
@@ -234,18 +239,18 @@ class BrokerClient:
                 if answer.status != http.client.OK:
                     _json_answer(data_url, answer, answer.read())
                 reader = pa.ipc.open_stream(_Whole(answer))
-                return connection, reader, next(iter(reader), None)
+                return connection, reader, _next_batch(data_url, reader)
             except BaseException:
                 connection.close()
                 raise
 
         connection, reader, first = self._until_answered(data_url, attempt)
         with contextlib.closing(connection):
-            if first is None:
-                return
-            yield first
+            batch = first
             try:
-                yield from reader
+                while batch is not None:
+                    yield batch
+                    batch = _next_batch(data_url, reader)
             except (*_LOST, pa.ArrowInvalid) as error:
                 raise BrokerDownError(
                     f"the data server at {data_url} broke off in the middle of {path}: {error or type(error).__name__}"
@@ -293,25 +298,30 @@ class BrokerClient:
     ) -> _T:
         patience = self._retry_seconds if retry_seconds is None else retry_seconds
         busy_until = self._clock() + (patience if busy_seconds is None else busy_seconds)
-        down_until = self._clock() + patience
+        waits = patience if self._first_seconds is None else min(patience, self._first_seconds)
+        down_until = self._clock() + waits
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                return attempt()
+                found = attempt()
+                self._first_seconds = None
+                return found
             except BrokerError as error:
+                self._first_seconds, waits = None, patience  # it is there
                 deadline = busy_until
                 if error.code != "unavailable" or self._clock() >= deadline:
                     raise
-                down_until = self._clock() + patience  # it is there
+                down_until = self._clock() + patience
             except ssl.SSLCertVerificationError as error:
                 raise PipelineError(
                     f"{url} has a certificate that cannot be trusted ({error.verify_message}): give its authority with the "
-                    f"option caFile"
+                    f"option caFile, or --ca-file of a command"
                 ) from error
             except _LOST as error:
+                _refuse_other_protocols(url, error)
                 deadline = down_until
                 if self._clock() >= deadline:
-                    raise BrokerDownError(_down(url, error, patience)) from error
+                    raise BrokerDownError(_down(url, error, waits)) from error
             self._sleep(min(pause, max(deadline - self._clock(), 0.001)))
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
@@ -397,6 +407,17 @@ class _Whole(io.RawIOBase):
         return filled
 
 
+def _next_batch(data_url: str, reader: pa.RecordBatchReader) -> pa.RecordBatch | None:
+    """None: it was the last one. Raises PipelineError with what the server said of a reading that failed."""
+    try:
+        batch, said = reader.read_next_batch_with_custom_metadata()
+    except StopIteration:
+        return None
+    if said is not None and STREAM_ERROR in said:
+        raise PipelineError(f"{said[STREAM_ERROR].decode()} (read by the data server at {data_url})")
+    return batch
+
+
 def _json_answer(url: str, answer: http.client.HTTPResponse, content: bytes) -> dict[str, Any]:
     try:
         found = json.loads(content) if content else {}
@@ -413,6 +434,20 @@ def _json_answer(url: str, answer: http.client.HTTPResponse, content: bytes) -> 
         f"what answers at {url} is not Warren's HTTP interface: {answer.status} {answer.reason} {shown!r}; the option url is "
         f"the address of the status page that `warren serve` prints"
     )
+
+
+def _refuse_other_protocols(url: str, error: BaseException) -> None:
+    """Whoever speaks something else does not learn HTTP by being asked again. Raises PipelineError."""
+    said = None
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
+        said = "AMQP" if str(error.args[0]).startswith("AMQP") else "no HTTP"
+    elif isinstance(error, ssl.SSLError) and error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        said = "no TLS, so it is http:// and not https://"
+    if said is not None:
+        raise PipelineError(
+            f"what answers at {url} is not Warren's HTTP interface: it speaks {said}; the option url is the address of the "
+            f"status page that `warren serve` prints"
+        ) from error
 
 
 def _down(url: str, error: BaseException, patience: float) -> str:

@@ -41,7 +41,7 @@ from starlette.routing import Route
 from warren.errors import WarrenError
 from warren.http_server import HttpConnection, http_config
 from warren.pipeline.amqp_rows import SCHEMA
-from warren.pipeline.broker_client import BrokerClient
+from warren.pipeline.broker_client import STREAM_ERROR, BrokerClient
 from warren.pipeline.errors import PipelineError
 from warren.pipeline.options import SourceOptions
 from warren.pipeline.parts import StreamPart
@@ -340,11 +340,19 @@ class _Chunks:
 
 
 def _arrow_stream(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[bytes]:
+    """A stream of batches. What goes wrong on the way, when status 200 was said long ago, stands beside a last batch without
+    rows; and there is no end, so that nobody takes it for one."""
     chunks = _Chunks()
     with pa.ipc.new_stream(chunks, schema) as stream:
-        for batch in batches:
-            stream.write_batch(batch)
+        try:
+            for batch in batches:
+                stream.write_batch(batch)
+                yield chunks.take()
+        except WarrenError as error:
+            nothing = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
+            stream.write_batch(nothing, custom_metadata={STREAM_ERROR: str(error)})
             yield chunks.take()
+            raise
     yield chunks.take()
 
 

@@ -72,6 +72,8 @@ _BY_LOWER = {name.lower(): name for name in OPTIONS}
 
 ACCESSES = ("auto", "files", "http")
 TABLES = ("messages", "queues", "segments", "files", "journal")
+MODES = ("consume", "tap")
+_OF_MESSAGES = ("fromSeqId", "toSeqId", "since", "until", "state")
 
 _DEFAULT_PARTITIONS = 4
 _DEFAULT_RECORDS = 1_000_000
@@ -130,6 +132,9 @@ class SourceOptions:
         """
         given = checked_options(options, "batch read")
         table = one_of(given, "table", TABLES, "messages")
+        for name in _OF_MESSAGES if table != "messages" else ():
+            if name in given:
+                raise OptionError(f"option {name} chooses messages, and table={table} has none: leave it out")
         if not place_given and ("path" in given) == ("url" in given):
             what = "both path and url are" if "path" in given else "neither path nor url is"
             raise OptionError(

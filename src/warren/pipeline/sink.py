@@ -33,7 +33,7 @@ from urllib.parse import unquote, urlsplit
 
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from warren.pipeline.broker_client import BrokerClient, Credentials
+from warren.pipeline.broker_client import FIRST_SECONDS, BrokerClient, Credentials
 from warren.pipeline.errors import BrokerError, CredentialsError, OptionError, PipelineError
 from warren.pipeline.options import checked_options, truth, whole_number
 
@@ -342,7 +342,7 @@ class WarrenBatchWriter(DataSourceArrowWriter):
 
 def _leave_token(settings: SinkSettings, credentials: Credentials) -> str:
     """For the driver's process that commits: it gets the writer as executors do, without credentials."""
-    with BrokerClient(settings.url, credentials, ca_file=settings.ca_file) as client:
+    with BrokerClient(settings.url, credentials, first_seconds=FIRST_SECONDS, ca_file=settings.ca_file) as client:
         token = client.call("token")["token"]
     descriptor, path = tempfile.mkstemp(prefix="warren-token-")  # readable for this user alone
     with os.fdopen(descriptor, "w") as file:

@@ -4,8 +4,8 @@ A data file that is complete has a hint file; of one that has none (the newest, 
 records are followed from one to the next. Nothing here trusts what it found: a record is checked when it is read.
 
 The files may be those of a running broker, whose garbage collection copies payloads to files of a higher generation and
-unlinks the old ones. So a payload that is not found, or not where it should be, is looked for once more in a new listing. The
-tables are kept for the next reader in this process.
+unlinks the old ones. So a payload that is not found, or not where it should be, is looked for once more in a new listing, and
+again while files vanish under the listing. The tables are kept for the next reader in this process.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ log = logging.getLogger("warren.pipeline")
 
 STORES = ("msg_store_persistent", "msg_store_transient")
 _MOST_OPEN = 32  # data files of one store
+_LISTINGS = 50  # of a directory whose files vanish while they are listed
 _MOST_TABLES = 8  # stores that this process remembers
 _LENGTH = struct.Struct("<Q")
 
@@ -45,6 +46,7 @@ class StoredBodies:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.trouble: tuple[str, int, str] | None = None  # file, offset and why, of the last payload that was refused
+        self._vanished = False  # the file of that payload was gone: not damage, but somebody who collects
         self._lock = threading.Lock()
         self._forget()
         self._open: OrderedDict[str, int] = OrderedDict()
@@ -57,14 +59,17 @@ class StoredBodies:
     def find(self, msg_id: bytes) -> tuple[bytes, str, int] | None:
         """The payload, and the name of its file and its offset there; None: no file has it, or it does not check out."""
         with self._lock:
-            self.trouble = None
             found = self._read(msg_id)
-            if found is None:
+            for _ in range(_LISTINGS):
+                if found is not None:
+                    break
                 if self.trouble is not None:  # the directory's files are others than those that were listed
                     self._close()
                     self._forget()
-                self._list()
+                is_quiet = self._list()
                 found = self._read(msg_id)
+                if is_quiet and not self._vanished:
+                    break
             return found
 
     def rest(self) -> None:
@@ -82,6 +87,7 @@ class StoredBodies:
     # -- reading a record --------------------------------------------------------------------------------------------
 
     def _read(self, msg_id: bytes) -> tuple[bytes, str, int] | None:
+        self.trouble, self._vanished = None, False
         place = self._table.get(msg_id)
         if place is None:
             return None
@@ -91,7 +97,7 @@ class StoredBodies:
             data = _read_whole(self._handle(name), size, offset)
             return unpack_record(data, msg_id, size), name, offset
         except (OSError, ValueError) as error:
-            self.trouble = (name, offset, str(error))
+            self.trouble, self._vanished = (name, offset, str(error)), isinstance(error, FileNotFoundError)
             return None
 
     def _handle(self, name: str) -> int:
@@ -107,12 +113,14 @@ class StoredBodies:
 
     # -- listing -----------------------------------------------------------------------------------------------------
 
-    def _list(self) -> None:
-        """Learn of files that are new or have grown; those of a higher generation come last and count."""
+    def _list(self) -> bool:
+        """Learn of files that are new or have grown; those of a higher generation come last and count. False: some were
+        collected meanwhile, and what was in them may be in files that were not listed."""
         try:
             names = os.listdir(self.directory)
         except FileNotFoundError:
-            return
+            return True
+        is_quiet = True
         parsed = [(name, found) for name in names if (found := parse_name(name)) and found.suffix == DATA_SUFFIX]
         for name, found in sorted(parsed, key=lambda pair: (pair[1].generation, pair[1].number)):
             if self._ends.get(name, 0) is None:
@@ -120,7 +128,8 @@ class StoredBodies:
             try:
                 self._learn(name, found.number, found.generation)
             except FileNotFoundError:  # compaction was faster; the payloads are in a file that comes later
-                continue
+                is_quiet = False
+        return is_quiet
 
     def _learn(self, name: str, number: int, generation: int) -> None:
         rows = _hint(self.directory, number, generation)

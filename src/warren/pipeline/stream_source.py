@@ -13,8 +13,8 @@ Rules:
 1. `latestOffset(start)` is the commit. Spark calls it only when everything up to `start` is durable on its side, and it
    does so at once and on an idle stream; `commit(end)` comes one batch later, or never. So `commit` does nothing.
 2. A checkout never changes. A crash at any point repeats a batch with the same rows, or settles one that is durable.
-3. A runner that begins a query opens its lease only when nobody holds it. One whose offset names the lease goes on with
-   it: it takes the lease over, and the calls of an older runner are refused by the broker.
+3. A runner that begins a query opens its lease only when nobody holds it. One whose offset names the lease, and when that
+   was born, goes on with it: it takes the lease over, and the calls of an older runner are refused by the broker.
 4. `stop` is not called when a query stops, so a lease is kept by heartbeats, and let go by their absence.
 5. Executors get a reader without credentials, and a ticket in every partition.
 """
@@ -22,6 +22,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -42,9 +43,16 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from warren.pipeline.broker_client import BrokerClient, Credentials, forget_secrets, plan_checkout, sees_files
+from warren.pipeline.broker_client import (
+    FIRST_SECONDS,
+    BrokerClient,
+    Credentials,
+    forget_secrets,
+    plan_checkout,
+    sees_files,
+)
 from warren.pipeline.errors import BrokerError, OptionError, PipelineError
-from warren.pipeline.options import ACCESSES, checked_options, one_of, truth, whole_number
+from warren.pipeline.options import ACCESSES, MODES, checked_options, one_of, truth, whole_number
 from warren.pipeline.parts import unpack_pairs
 from warren.pipeline.schema import arrow_schema, arrow_schema_of
 
@@ -97,6 +105,11 @@ class StreamSettings:
     def from_options(cls, options: Mapping[str, str], *, needs_lease: bool = True) -> StreamSettings:
         """Raises OptionError, naming the option, its value and what it can be."""
         given = checked_options(options, "streaming read")
+        mode = one_of(given, "mode", MODES, "consume")  # a misspelt tap must not take what it was to look at
+        if mode == "consume" and "snapshotTtl" in given:
+            raise OptionError(
+                "option snapshotTtl is for mode=tap; a stream that consumes has no snapshot: leave it out"
+            )
         if truth(given, "asyncProgressTrackingEnabled", False):
             raise OptionError(
                 "asyncProgressTrackingEnabled=true: Spark would ask for the next batch before the last one is durable, and "
@@ -163,11 +176,17 @@ class _Lease:
     """A lease that this process holds, and the thread that says so."""
 
     def __init__(
-        self, settings: StreamSettings, credentials: Credentials, client: BrokerClient, takeover: bool
+        self,
+        settings: StreamSettings,
+        credentials: Credentials,
+        client: BrokerClient,
+        takeover: bool,
+        born: int | None,
     ) -> None:
         self._settings = settings
         self._client = client
-        answer = self._open(takeover)
+        answer = self._open(takeover, born)
+        self.born: int = answer["born"]
         self.floor: int = answer["floor"]
         self.first_new: int = answer["next"]  # checkouts from this number on were frozen for this runner
         self.ready: int = answer["ready"]
@@ -178,7 +197,7 @@ class _Lease:
         )
         self._thread.start()
 
-    def _open(self, takeover: bool) -> dict[str, Any]:
+    def _open(self, takeover: bool, born: int | None) -> dict[str, Any]:
         settings = self._settings
         deadline = time.monotonic() + HELD_SECONDS
         owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
@@ -192,6 +211,7 @@ class _Lease:
                     pattern=settings.pattern,
                     owner=owner,
                     takeover=takeover,
+                    born=born,
                     starting=settings.starting,
                 )
             except BrokerError as error:
@@ -304,7 +324,8 @@ class WarrenStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # -- on the driver -------------------------------------------------------------------------------------------------
 
     def initialOffset(self) -> dict[str, Any]:
-        return self._offset(self._opened(takeover=False).floor)
+        lease = self._opened(None)
+        return self._offset(lease.floor, lease)
 
     def getDefaultReadLimit(self) -> ReadLimit:
         return self._settings.limit
@@ -314,21 +335,21 @@ class WarrenStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         number = self._number(start)
-        lease = self._opened(takeover=True)
+        lease = self._opened(start)
         if self._available_now and self._left is None:
             self._left = lease.ready
         self._pause()
         answer = lease.next(number, **self._limits(limit))
         end = int(answer["end"])
         now = time.monotonic()
-        self._latest = {**self._offset(end), "ready": answer["ready"]}
+        self._latest = {**self._offset(end, lease), "ready": answer["ready"]}
         if end == number:
             self._asked_at = now
             return start
         self._batch_at = now
         if self._left is not None and end >= lease.first_new:
             self._left = max(0, self._left - int(answer["rows"]))
-        return self._offset(end)
+        return self._offset(end, lease)
 
     def _limits(self, limit: ReadLimit) -> dict[str, int | None]:
         settings = self._settings
@@ -358,7 +379,7 @@ class WarrenStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         first, last = self._number(start), self._number(end)
         if first == last:
             return []
-        answer = self._opened(takeover=True).describe(first + 1, last)
+        answer = self._opened(end).describe(first + 1, last)
         if answer.get("missing") and self._settings.fail_on_data_loss:
             raise PipelineError(
                 f"{answer['missing']} messages of lease {self._settings.lease!r} are gone: their queue was deleted while "
@@ -385,16 +406,27 @@ class WarrenStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._client is not None:
             self._client.close()
 
-    def _opened(self, *, takeover: bool) -> _Lease:
+    def _opened(self, offset: Mapping[str, Any] | None) -> _Lease:
+        """The lease, as a query with this offset has it; None: a query that begins."""
+        born = None if offset is None else offset.get("born")
         if self._lease is None:
             settings, credentials = self._settings, self._credentials
             assert credentials is not None, "only the driver's reader opens a lease"
-            self._client = BrokerClient(settings.url, credentials, ca_file=settings.ca_file)
-            self._lease = _Lease(settings, credentials, self._client, takeover)
+            # Who goes on with an offset has been answered at this url before: the broker restarts as well as the query.
+            first_seconds = FIRST_SECONDS if offset is None else None
+            self._client = BrokerClient(
+                settings.url, credentials, first_seconds=first_seconds, ca_file=settings.ca_file
+            )
+            self._lease = _Lease(settings, credentials, self._client, offset is not None, born)
+        elif born is not None and born != self._lease.born:  # its first batch is repeated, and begins with no offset
+            raise PipelineError(
+                f"lease {self._settings.lease!r} is not the one that the checkpoint knows: that was released. Begin with a "
+                "new checkpoint"
+            )
         return self._lease
 
-    def _offset(self, number: int) -> dict[str, Any]:
-        return {"checkout": number, "lease": self._settings.lease, "v": OFFSET_VERSION}
+    def _offset(self, number: int, lease: _Lease) -> dict[str, Any]:
+        return {"born": lease.born, "checkout": number, "lease": self._settings.lease, "v": OFFSET_VERSION}
 
     def _number(self, offset: Mapping[str, Any]) -> int:
         settings = self._settings
@@ -430,8 +462,8 @@ class WarrenStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _read_files(self, partition: CheckoutPartition) -> Iterator[pa.RecordBatch]:
         for piece in partition.pieces:
-            for batches in self._open_files(partition, piece):
-                yield from self._counted(piece, batches)
+            # Of a queue that was deleted since there is no part at all, which is no reason not to count.
+            yield from self._counted(piece, itertools.chain.from_iterable(self._open_files(partition, piece)))
 
     def _open_files(self, partition: CheckoutPartition, piece: Piece) -> list[Iterator[pa.RecordBatch]]:
         from warren.pipeline.rows import read_part

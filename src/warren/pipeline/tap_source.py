@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
 
-from warren.pipeline.broker_client import BrokerClient, Credentials, forget_secrets
+from warren.pipeline.broker_client import FIRST_SECONDS, BrokerClient, Credentials, forget_secrets
 from warren.pipeline.errors import BrokerError, OptionError, PipelineError
 from warren.pipeline.options import SourceOptions, checked_options, whole_number
 from warren.pipeline.schema import arrow_schema, arrow_schema_of
@@ -218,7 +218,9 @@ class TapStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _driver(self) -> BrokerClient:
         if self._client is None:
             assert self._credentials is not None, "only the driver's reader asks the broker"
-            self._client = BrokerClient(self._settings.url, self._credentials, ca_file=self._settings.ca_file)
+            self._client = BrokerClient(
+                self._settings.url, self._credentials, first_seconds=FIRST_SECONDS, ca_file=self._settings.ca_file
+            )
         return self._client
 
     def commit(self, end: dict[str, Any]) -> None:

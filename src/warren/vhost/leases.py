@@ -8,6 +8,7 @@ anybody hears of them. Rules:
 2. Checkout n + 1, once made, never changes: it is answered again as it is. So a batch that is repeated has the same rows.
 3. Messages of an open checkout are pending acks: they do not expire, are not purged, and survive a restart as checked out.
 4. Whoever opens a lease raises its epoch. Calls of an older epoch are refused: of two queries on one lease one goes on.
+   A lease that was released and made anew has its numbers again, and another `born`: offsets carry it.
 5. A lease whose holder has not been heard of for `ACTIVE_SECONDS` is dormant: what is checked out stays so, all other
    messages are free for other consumers.
 """
@@ -59,9 +60,11 @@ class Leases:
         queues: list[str] | None = None,
         pattern: str | None = None,
         takeover: bool = False,
+        born: int | None = None,
         starting: str = "earliest",
     ) -> dict[str, Any]:
-        """Take a lease, or take it over."""
+        """Take a lease, or take it over. `born`: only if it is still the lease that the caller knows, and not another one of
+        its name. Its checkouts have the same numbers: whoever went on with it would ack what he has never seen."""
         if not lease or "/" in lease or len(lease) > 255:
             raise bad_request(f"lease is {lease!r}; it is a name of 1 to 255 characters without '/'")
         if len(owner) > 255 or len(pattern or "") > 1000 or len(queues or ()) > 1000:
@@ -72,6 +75,13 @@ class Leases:
         self._own(permissions, lease)
         state = self._store.lease(lease)
         is_new = lease not in self._store.ledger.table(LEASE)
+        if born is not None and is_new and self._store.checkouts(lease):
+            state = {**state, "born": born}  # it was not released, which settles them: damage took its record
+        elif born is not None and (is_new or state.get("born", 0) != born):
+            raise data_loss(
+                f"lease {lease!r} in vhost {self._vhost.name!r} is not the one that the checkpoint knows: that was released. "
+                "Begin with a new checkpoint"
+            )
         if not takeover and not is_new and state.get("owner") != owner and self._is_active(lease):
             raise Refused(
                 409,
@@ -98,6 +108,7 @@ class Leases:
         await self._vhost.commits.safe()
         return {
             "epoch": state["epoch"],
+            "born": state.get("born", 0),
             "floor": state["floor"],
             "next": state["next"],
             "queues": [queue.name for queue in chosen],
@@ -368,7 +379,8 @@ class Leases:
         return {**done, "released": True}
 
     def _held(self, permissions: Permissions, lease: str) -> dict[str, Any]:
-        """For its user, and for those who may configure all queues that it has messages of, or is on."""
+        """For its user, and for those who may configure all queues that it has messages of, or is on. A pattern is taken for
+        a name, as in the list: a lease on no queue must be released by somebody, too, when its user is gone."""
         state: dict[str, Any] | None = self._store.ledger.table(LEASE).get(lease)
         if state is None:
             raise not_found(f"no lease {lease!r} in vhost {self._vhost.name!r}")
@@ -376,8 +388,8 @@ class Leases:
             return state
         held = {sid >> 8 for checkout in self._store.checkouts(lease) for sid in checkout.ranges}
         names = {queue.name for queue in self._vhost.queues.values() if queue.stored.uid in held}
-        names.update(state.get("queues") or ())
-        if not names or not all(permissions.check("configure", "queue", name) for name in names):
+        names.update(state.get("queues") or [state.get("pattern") or ""])
+        if not all(permissions.check("configure", "queue", name) for name in names):
             raise forbidden(f"lease {lease!r} is another user's, and {permissions.user!r} may not configure its queues")
         return state
 

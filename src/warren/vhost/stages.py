@@ -264,6 +264,11 @@ class Stages:
         now = self._store.ledger.table(STAGE).get(writer)
         if now is not None and (now["pending"] or now["batch"] == batch):  # somebody was faster
             raise Refused(503, "unavailable", f"another batch of {writer!r} is being published")
+        for name in stages:
+            # While rows were looked at, the stages may have been dropped: by a driver that has given up, for whom they are of
+            # a batch that failed. Decided without them, the batch would be known, and its repetition never be published.
+            if not os.path.exists(self._path(writer, name)):
+                raise Refused(409, "data_loss", f"stage {name} was dropped; the batch was not published, run it again")
         with self._store.lock:
             self._store.committer.check_publish()
             decided = {"batch": batch, "pending": list(stages), "offset": 0, "unroutable": 0}

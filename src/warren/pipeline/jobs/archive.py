@@ -241,6 +241,8 @@ def replay(
 ) -> int:
     """Publish an archive to `target`, a broker, in the order of its queues; how many messages. Exchange and routing key
     are those that the messages were published with, unless given. Exactly once: a run that fails publishes nothing."""
+    from pyspark.sql import functions as F
+
     with clear_errors():
         messages = read_archive(spark, path, runs)
         if vhost is not None:
@@ -251,6 +253,9 @@ def replay(
         dropped = [name for name, given in (("exchange", exchange), ("routing_key", routing_key)) if given is not None]
         columns = [name for name in ARCHIVED if name in PUBLISHED and name not in dropped]
         rows = messages.orderBy("vhost", "queue", "seq_id").select(*columns)
+        # A broker takes a user_id only from the user himself: with another's nothing of the archive could be published.
+        mine = F.lit(target.user or os.environ.get("WARREN_USER") or "")
+        rows = rows.withColumn("user_id", F.when(rows.user_id == mine, rows.user_id))
         publish(rows, target, exchange, routing_key)
     return count
 

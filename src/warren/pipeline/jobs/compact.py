@@ -24,6 +24,7 @@ from warren.kernel.store_table import HINT_ROW_BYTES, scan_records
 from warren.pipeline.jobs.division import divide
 from warren.storage.compaction import MIN_FILES
 from warren.storage.disk import Disk
+from warren.storage.journal import read_floor
 from warren.storage.layout import HEADER_BYTES
 from warren.storage.recovery import SegmentScan, scan_segment
 from warren.storage.settings import EngineSettings
@@ -203,7 +204,19 @@ def _live(spark: SparkSession, plan: VerificationPlan, records: DataFrame) -> di
 
 def _references(spark: SparkSession, plan: VerificationPlan) -> DataFrame:
     """The msg_ids that live messages refer to."""
-    scans = [
+    scans = _scans(plan)
+    table = pa.table({"msg_id": pa.array([each.msg_id for each in plan.opening.references], pa.binary())})
+    references = spark.createDataFrame(table)
+    if not scans:
+        return references
+    groups = divide(spark, scans, lambda scan: scan.segment_size * 64)
+    return references.unionByName(_mapped(spark, groups, _scan_references, "msg_id binary"))
+
+
+def _scans(plan: VerificationPlan) -> list[SegmentScan]:
+    """The segments, as a dirty start would read them: the slots of one without references, by its trailer, are not."""
+    floor, _ = read_floor(Disk(), os.path.join(plan.root, "journal"))
+    return [
         SegmentScan(
             os.path.join(plan.root, check.directory),
             check.sid,
@@ -212,16 +225,11 @@ def _references(spark: SparkSession, plan: VerificationPlan) -> DataFrame:
             0,
             check.acked,
             check.journaled,
+            floor,
         )
         for check in plan.checks
         if isinstance(check, SegmentCheck)
     ]
-    table = pa.table({"msg_id": pa.array([each.msg_id for each in plan.opening.references], pa.binary())})
-    references = spark.createDataFrame(table)
-    if not scans:
-        return references
-    groups = divide(spark, scans, lambda scan: scan.segment_size * 64)
-    return references.unionByName(_mapped(spark, groups, _scan_references, "msg_id binary"))
 
 
 def _records(spark: SparkSession, root: str, checks: list[DataFileCheck]) -> DataFrame:

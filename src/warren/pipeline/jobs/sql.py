@@ -17,6 +17,7 @@ import csv
 import datetime
 import decimal
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
@@ -56,13 +57,18 @@ def query(spark: SparkSession, origin: Origin, text: str) -> DataFrame:
 
 
 def mentioned(text: str, names: list[str]) -> list[str]:
-    """The queues whose name stands in a query, as it is or quoted.
+    """The queues whose name stands in a query, as it is or quoted. Each is read, of a broker as a snapshot: so a name that is
+    only a part of another one does not count.
 
-    >>> mentioned("select * from Orders", ["orders", "invoices"])
+    >>> mentioned("select * from Orders", ["orders", "invoices", "o", "order"])
     ['orders']
     """
     lower = text.lower()
-    return [name for name in names if name.lower() in lower or quoted(name).lower() in lower]
+    return [
+        name
+        for name in names
+        if quoted(name).lower() in lower or re.search(rf"(?<!\w){re.escape(name.lower())}(?!\w)", lower)
+    ]
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
