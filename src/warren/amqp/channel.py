@@ -674,6 +674,8 @@ class Channel(Declarations):
         """The channel is gone: consumers leave, deliveries go back."""
         self.closing = True
         self._stop_replies()
+        if self.transaction is not None:
+            self.transaction.rollback()
         consumers, self.consumers = list(self.consumers.values()), {}
         for consumer in consumers:
             if consumer.queue is not None:
