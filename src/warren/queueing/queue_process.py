@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from warren.kernel.entry import PERSISTENT, Entry, place_entries, seqs_of, some_expire
+from warren.kernel.frame_writer import fitting
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.consumers import MOST_AT_ONCE, MOST_BYTES_AT_ONCE, Consumer, Consumers, Shares
 from warren.queueing.dead_letter import DELIVERY_LIMIT, EXPIRED, MAXLEN, REJECTED
@@ -297,8 +298,9 @@ class QueueProcess:
 
     def _hand_over(self, entries: list[Entry]) -> tuple[list[Entry], bool]:
         """Straight to consumers that wait: what they did not take, and whether anything was journaled."""
-        # No more at once than one consumer takes, or it would be blocked for having no room when it has.
-        shares = self.consumers.deal(min(len(entries), MOST_AT_ONCE))
+        # No more at once than one consumer takes, or it would be blocked for having no room when it has; and no more bytes
+        # than in a round of `run`: they become frames, which are in RAM beside them.
+        shares = self.consumers.deal(min(fitting(entries, MOST_BYTES_AT_ONCE), MOST_AT_ONCE))
         taken = sum(len(positions) for _, positions in shares)
         if not taken:
             return entries, False
