@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import time
 
@@ -10,8 +12,10 @@ import pika
 import pika.exceptions
 import pytest
 
+from tests.broker_process import served
 from tests.test_broker_limits import opened
 from warren.amqp.methods import encode
+from warren.errors import StoreFailedError
 from warren.kernel.frame_writer import method_frame, publishes
 from warren.node.status import resident_bytes
 from warren.testing import running_broker
@@ -161,3 +165,42 @@ def test_a_queue_that_is_down_can_be_deleted_and_made_anew(broker, channel):
     channel.queue_declare("q", durable=True)
     channel.basic_publish("", "q", b"again")
     assert wait_for(channel, "q")[0] == b"again"
+
+
+def spread(broker) -> list[int]:
+    return sorted(broker.queue_info(f"shard-{number}")["messages_ready"] for number in range(2))
+
+
+@pytest.mark.parametrize("way", ["bound", "alternate", "dead letter", "delayed"])
+def test_messages_are_spread_by_a_property_whatever_way_they_come_to_the_exchange_that_does_it(broker, channel, way):
+    """Only the exchange that was published to was asked whether it needs the properties: all went to one queue."""
+    hashing = {"hash-property": "message_id"}
+    if way == "delayed":
+        channel.exchange_declare(
+            "hash", "x-delayed-message", arguments={"x-delayed-type": "x-consistent-hash", **hashing}
+        )
+    else:
+        channel.exchange_declare("hash", "x-consistent-hash", arguments=hashing)
+    for number in range(2):
+        channel.queue_declare(f"shard-{number}")
+        channel.queue_bind(f"shard-{number}", "hash", "1")
+    exchange, key, headers = "first", "k", None
+    if way == "bound":
+        channel.exchange_declare("first", "fanout")
+        channel.exchange_bind("hash", "first")
+    elif way == "alternate":
+        channel.exchange_declare("first", "direct", arguments={"alternate-exchange": "hash"})
+    elif way == "dead letter":
+        exchange, key = "", "dying"
+        channel.queue_declare("dying", arguments={"x-message-ttl": 0, "x-dead-letter-exchange": "hash"})
+    else:
+        exchange, headers = "hash", {"x-delay": 1}
+    for number in range(100):
+        channel.basic_publish(
+            exchange, key, b"m", pika.BasicProperties(message_id=f"message {number}", headers=headers)
+        )
+    deadline = time.monotonic() + 20
+    while sum(spread(broker)) < 100:
+        assert time.monotonic() < deadline
+        channel.connection.process_data_events(0.02)
+    assert spread(broker)[0] > 10

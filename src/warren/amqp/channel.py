@@ -98,6 +98,8 @@ class Channel(Declarations):
         self.connection.check_topic(known, routing_key)
         mandatory = bool(bits & MANDATORY)
         special = property_flags & _SPECIAL or known.needs_message or known.delayed
+        if self.vhost.router.by_properties and exchange:  # a binding may lead to one that hashes a property
+            special = special or property_flags
         if special or routing_key.startswith(REPLY_TO):
             self._publish_each(known, routing_key, mandatory, entries)
             return

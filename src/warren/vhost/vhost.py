@@ -480,7 +480,7 @@ class Vhost:
         move = _Move()
         for entry in entries:
             death = Death(entry.head, queue.name, reason, exchange, arguments.dead_letter_routing_key)
-            names, waits = self.ways(exchange, death.keys, death.headers)
+            names, waits = self.ways(exchange, death.keys, death.headers, death.properties)
             for name in names:
                 if death.allows(name):
                     self._add_copy(move, name, death.head, entry)
@@ -491,11 +491,14 @@ class Vhost:
         self._do(move)
         return True
 
-    def ways(self, exchange: str, keys: list[str], headers: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def ways(
+        self, exchange: str, keys: list[str], headers: dict[str, Any], properties: Mapping[str, Any] | None = None
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Of what the broker publishes: queues, and the delayed exchanges before which it waits."""
+        known = partial(dict[str, Any], properties or {})
         if delay_ms(headers):
-            return self.router.route_waiting(exchange, keys, partial(dict, headers), from_broker=True)
-        return self.router.route_many(exchange, keys, partial(dict, headers), from_broker=True), ()
+            return self.router.route_waiting(exchange, keys, partial(dict, headers), known, from_broker=True)
+        return self.router.route_many(exchange, keys, partial(dict, headers), known, from_broker=True), ()
 
     def _add_delayed_copy(self, move: _Move, exchange: str, head: bytes, entry: Entry, delay: int) -> None:
         now = time.time_ns() // 1000
@@ -599,7 +602,8 @@ class Vhost:
             if isinstance(delay, (int, float)) and not isinstance(delay, bool):
                 headers["x-delay"] = -delay  # as the plugin does: it was waited for
                 fired = rewritten(entry.head, headers={"x-delay": -delay})
-            for name in self.router.route_many(exchange, head.keys, partial(dict, headers), from_broker=True):
+            asked = partial(dict[str, Any], head.properties)
+            for name in self.router.route_many(exchange, head.keys, partial(dict, headers), asked, from_broker=True):
                 self._add_copy(move, name, fired, entry)
         move.acks.append((source, seqs_of(entries)))
         self._do(move)
