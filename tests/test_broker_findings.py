@@ -167,6 +167,29 @@ def test_a_queue_that_is_down_can_be_deleted_and_made_anew(broker, channel):
     assert wait_for(channel, "q")[0] == b"again"
 
 
+def test_unacked_messages_that_are_too_many_after_a_crash_are_dead_letters(tmp_path):
+    """They were pushed out before the exchanges were there that they had to go to, and so were lost."""
+    queue = "a queue before the dead"
+    with served(tmp_path / "data") as broker:
+        channel = broker.connect().channel()
+        channel.exchange_declare("dlx", "fanout", durable=True)
+        channel.queue_declare("dead", durable=True)
+        channel.queue_bind("dead", "dlx")
+        channel.queue_declare(queue, durable=True, arguments={"x-max-length": 2, "x-dead-letter-exchange": "dlx"})
+        channel.confirm_delivery()
+        for number in range(4):
+            channel.basic_publish("", queue, b"%d" % number, pika.BasicProperties(delivery_mode=2))
+            if number < 2:
+                assert channel.basic_get(queue)[2] == b"%d" % number
+        os.kill(broker.vhost_pid(), signal.SIGKILL)
+        broker.vhost_pid()
+        channel = broker.connect().channel()
+        found = [wait_for(channel, "dead") for _ in range(2)]
+        assert [body for body, _ in found] == [b"0", b"1"]
+        assert found[0][1].headers["x-first-death-reason"] == "maxlen"
+        assert [wait_for(channel, queue)[0] for _ in range(2)] == [b"2", b"3"]
+
+
 def spread(broker) -> list[int]:
     return sorted(broker.queue_info(f"shard-{number}")["messages_ready"] for number in range(2))
 

@@ -331,6 +331,7 @@ CALLS = {
     "ack": lambda queue: ([1],),
     "reject": lambda queue: ([1],),
     "requeue": lambda queue: ([1],),
+    "begin": lambda queue: (),
     "came_back": lambda queue: (),
     "settled": lambda queue: (next(iter(queue.consumers)), 0),
     "unblock": lambda queue: (next(iter(queue.consumers)),),

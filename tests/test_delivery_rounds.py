@@ -345,8 +345,30 @@ def test_rejected_large_messages_die_a_few_at_a_time(queue) -> None:
 def test_large_messages_that_a_length_limit_pushes_out_die_a_few_at_a_time(queue) -> None:
     body = b"x" * (DEAD_BYTES_AT_ONCE // 2)
     queue.publish(*[(body, 0)] * 6)
-    queue.start(dead_letter_exchange="dead", max_length=1)
+    queue.start(dead_letter_exchange="dead", max_length=1).begin()
     assert [len(some) for some in queue.owner.dead] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("how", ["begin", "apply", "accept"])
+def test_what_a_length_limit_pushes_out_leaves_under_the_engines_lock(queue, monkeypatch, how) -> None:
+    """A commit and a checkpoint work with the same journal and the same tables, on threads of their own."""
+    queue.publish(*[(b"x", 0)] * 3)
+    process = queue.start(**({} if how == "apply" else {"max_length": 1}))
+    held = []
+    drop = queue.stored.backing.drop
+
+    def dropped(*arguments: Any) -> Any:
+        held.append(queue.store.holds_lock())
+        return drop(*arguments)
+
+    monkeypatch.setattr(type(queue.stored.backing), "drop", lambda self, *arguments: dropped(*arguments))
+    {
+        "begin": lambda: process.begin(),
+        "apply": lambda: process.apply(QueueArguments(max_length=1)),
+        "accept": lambda: process.accept([]),
+    }[how]()
+    assert held == [True]
+    assert len(process) == 1
 
 
 def test_get_gives_no_message_that_expired_however_many_did(queue, clock) -> None:

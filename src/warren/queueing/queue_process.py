@@ -137,11 +137,19 @@ class QueueProcess:
         self.highest = arguments.max_priority or 0
         self._rejects = self._limited and arguments.overflow != "drop-head"
         self.used()
-        if self._limited:
+        if self._limited and old is not None:  # else see `begin`
             self._drop_head()
         if self._decorations is not None and old is not None:
             self._decorations.policy_changed(old, arguments)
             self._tell_state()
+
+    @guarded
+    def begin(self) -> None:
+        """What it has found on disk meets its limits and times: what was unacked is ready again, and may be too much. Not
+        when it is made: everything that its dead letters may go to has to be there."""
+        if self._limited:
+            self._drop_head()
+        self.expire()
 
     @property
     def durable(self) -> bool:
@@ -547,9 +555,12 @@ class QueueProcess:
 
     def _drop_head(self) -> None:
         """Bring the queue back to its limit; what is pushed out is a dead letter."""
+        if not self._rejects:
+            with self._lock:
+                self._push_out()
+
+    def _push_out(self) -> None:
         backing, arguments = self._backing, self.arguments
-        if self._rejects:
-            return
         while not backing.is_empty():
             over = len(backing) - arguments.max_length if arguments.max_length is not None else 0
             if over <= 0:

@@ -147,7 +147,7 @@ class Vhost:
             self.router.bind(Binding(*row))
         for queue in list(self.queues.values()):
             with contextlib.suppress(QueueCrashed):
-                queue.expire()
+                queue.begin()
 
     async def stop(self) -> None:
         """A clean stop: connections are closed by their owner before."""
@@ -400,6 +400,8 @@ class Vhost:
             self._begin_anew(queue, error)
         else:
             restarted.declared_durable = queue.declared_durable
+            with contextlib.suppress(QueueCrashed):
+                restarted.begin()
 
     def _is_restarting(self, name: str) -> bool:
         queue = self.queues.get(name)
