@@ -227,3 +227,25 @@ def test_messages_are_spread_by_a_property_whatever_way_they_come_to_the_exchang
         assert time.monotonic() < deadline
         channel.connection.process_data_events(0.02)
     assert spread(broker)[0] > 10
+
+
+def test_topic_permissions_hold_for_unbinding_too(broker, channel):
+    channel.queue_declare("q")
+    channel.exchange_declare("to", "fanout")
+    channel.queue_bind("q", "amq.topic", "high.a")
+    channel.exchange_bind("to", "amq.topic", "high.a")
+    users = broker.broker.users
+    broker.call(lambda: users.add_user("ann", "secret"))
+    broker.call(lambda: users.set_permissions("ann", "/", ".*", ".*", ".*"))
+    broker.call(lambda: users.set_topic_permissions("ann", "/", "amq.topic", "^low[.]", "^low[.]"))
+    connection = pika.BlockingConnection(pika.URLParameters(broker.vhost_url("/", "ann", "secret")))
+    for unbind in (
+        lambda ann: ann.queue_unbind("q", "amq.topic", "high.a"),
+        lambda ann: ann.exchange_unbind("to", "amq.topic", "high.a"),
+    ):
+        with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+            unbind(connection.channel())
+        assert caught.value.reply_code == 403
+    connection.close()
+    router = broker.broker.vhosts["/"].router
+    assert len(broker.call(lambda: router.bindings_of_source("amq.topic"))) == 2

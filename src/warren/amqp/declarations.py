@@ -179,6 +179,7 @@ class Declarations:
         if known is not None and exchange in self.vhost.router.exchanges:
             if known.exclusive and binding in self.vhost.router.bindings_to_queue(name):
                 self._check_owner(known)
+            self.connection.check_topic(self.vhost.router.exchanges[exchange], routing_key, "read")
             self._routed(lambda: self.vhost.unbind(binding))
         self.reply("queue.unbind-ok")
 
@@ -273,6 +274,7 @@ class Declarations:
         self._allow("read", "exchange", source)
         exchanges = self.vhost.router.exchanges
         if source in exchanges and destination in exchanges:
+            self.connection.check_topic(exchanges[source], routing_key, "read")
             self._routed(lambda: self.vhost.unbind(_binding(source, "exchange", destination, routing_key, arguments)))
         if not nowait:
             self.reply("exchange.unbind-ok")
