@@ -249,3 +249,12 @@ def test_topic_permissions_hold_for_unbinding_too(broker, channel):
     connection.close()
     router = broker.broker.vhosts["/"].router
     assert len(broker.call(lambda: router.bindings_of_source("amq.topic"))) == 2
+
+
+def test_a_blind_carbon_key_that_is_too_long_is_the_channels_mistake_and_not_the_brokers(channel):
+    channel.confirm_delivery()
+    channel.basic_publish("", "q", b"", pika.BasicProperties(headers={"CC": ["k" * 256], "BCC": ["k" * 255]}))
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+        channel.basic_publish("", "q", b"", pika.BasicProperties(headers={"BCC": ["k" * 256]}))
+    assert caught.value.reply_code == 406
+    assert "256 bytes" in caught.value.reply_text
