@@ -251,6 +251,36 @@ def test_topic_permissions_hold_for_unbinding_too(broker, channel):
     assert len(broker.call(lambda: router.bindings_of_source("amq.topic"))) == 2
 
 
+@pytest.mark.parametrize("strategy", ["continue", "stop_node"])
+def test_an_inline_vhost_that_keeps_failing_stays_down_too(strategy):
+    """It was restarted for ever, and the strategy was for processes only."""
+    with running_broker(vhost_max_restarts=1, vhost_restart_strategy=strategy) as broker:
+
+        def fail() -> None:
+            broker.broker.vhosts["/"]._on_failed(StoreFailedError("planted"))
+
+        def state() -> str:
+            return broker.call(lambda: broker.broker.running.state("/"))
+
+        def wait_until(wanted: str) -> None:
+            deadline = time.monotonic() + 20
+            while state() != wanted:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+        broker.call(fail)
+        wait_until("running")
+        assert not broker.broker.given_up.is_set()
+        broker.call(fail)
+        wait_until("down")
+        assert broker.broker.given_up.is_set() == (strategy == "stop_node")
+        with pytest.raises(pika.exceptions.AMQPError, match="down"):
+            pika.BlockingConnection(pika.URLParameters(broker.url))
+        broker.call(lambda: broker.broker.running.open("/"))  # an operator may try
+        broker.call(fail)
+        wait_until("running")
+
+
 def test_a_blind_carbon_key_that_is_too_long_is_the_channels_mistake_and_not_the_brokers(channel):
     channel.confirm_delivery()
     channel.basic_publish("", "q", b"", pika.BasicProperties(headers={"CC": ["k" * 256], "BCC": ["k" * 255]}))

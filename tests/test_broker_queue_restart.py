@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def one_broker():
-    with running_broker() as running:
+    with running_broker(vhost_max_restarts=1000) as running:
         yield running
 
 
