@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from typing import Any
 
 import pika
 import pika.exceptions
@@ -288,3 +289,29 @@ def test_a_blind_carbon_key_that_is_too_long_is_the_channels_mistake_and_not_the
         channel.basic_publish("", "q", b"", pika.BasicProperties(headers={"BCC": ["k" * 256]}))
     assert caught.value.reply_code == 406
     assert "256 bytes" in caught.value.reply_text
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_names_that_are_not_utf_8_are_the_channels_mistake_and_leave_nothing_behind(broker, durable):
+    """They cannot be kept. It was noticed when they were written: 541, and an exchange or a binding without a record."""
+    vhost = broker.broker.vhosts["/"]
+
+    def said(name: str, **arguments: Any) -> bytes:
+        with opened(broker.port) as sock:
+            sock.sendall(method_frame(1, encode(name, **arguments)))
+            return sock.recv(4096)
+
+    assert b"queue name 'q\\xff' is not UTF-8" in said("queue.declare", queue="q\udcff", durable=durable)
+    refused = said("exchange.declare", exchange="x\udcff", type="fanout", durable=durable)
+    assert b"PRECONDITION_FAILED - exchange name 'x\\xff' is not UTF-8" in refused
+    assert method_frame(1, encode("queue.declare-ok", queue="kept")) == said(
+        "queue.declare", queue="kept", durable=durable
+    )
+    answer = said("queue.bind", queue="kept", exchange="amq.topic", routing_key="k\udcff")
+    if durable:
+        assert b"PRECONDITION_FAILED - routing key 'k\\xff' is not UTF-8" in answer
+    else:
+        assert answer == method_frame(1, encode("queue.bind-ok"))  # it is not kept, and works
+    assert broker.queue_names() == ["kept"]
+    assert "x\udcff" not in broker.call(lambda: list(vhost.router.exchanges))
+    assert len(broker.call(lambda: vhost.router.bindings_to_queue("kept"))) == (not durable)

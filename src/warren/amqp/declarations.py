@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from warren.amqp.errors import AmqpError
+from warren.amqp.errors import AmqpError, check_utf8
 from warren.amqp.methods import encode
 from warren.queueing.queue_process import QueueProcess
 from warren.routing.binding import Binding
@@ -107,6 +107,7 @@ class Declarations:
     ) -> QueueProcess:
         if name.startswith("amq.") and not unnamed:
             raise AmqpError(403, f"queue name '{name}' contains reserved prefix 'amq.*'", 50, 10)
+        check_utf8("queue name", name)
         dead_letters = arguments.get("x-dead-letter-exchange")
         if isinstance(dead_letters, str):
             self._allow("read", "queue", name)
@@ -227,6 +228,7 @@ class Declarations:
         if name in self.vhost.router.exchanges:
             self.vhost.router.check_same(name, type_, durable, auto_delete, internal, arguments)
             return
+        check_utf8("exchange name", name)
         alternate = arguments.get("alternate-exchange")
         if isinstance(alternate, str):
             self._allow("read", "exchange", name)

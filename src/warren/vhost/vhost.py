@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from warren.amqp.errors import AmqpError
+from warren.amqp.errors import AmqpError, check_utf8
 from warren.errors import DiskFullError, QueueArgumentError, WarrenError
 from warren.kernel.entry import PERSISTENT, Entry, seqs_of
 from warren.kernel.journal_codec import CHECKOUT
@@ -446,6 +446,9 @@ class Vhost:
         self._forget(self.router.delete(name, if_unused))
 
     def bind(self, binding: Binding) -> None:
+        """Requires: its ends are there."""
+        if self._is_durable(binding):
+            check_utf8("routing key", binding.routing_key)
         if self.router.bind(binding) and self._is_durable(binding):
             self._changing()
             with self.store.lock:
