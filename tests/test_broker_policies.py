@@ -94,6 +94,26 @@ def test_other_queue_types_are_refused_with_a_reason(channel, durable, kind, cod
     assert kind in caught.value.reply_text
 
 
+@pytest.mark.parametrize(("first", "then"), [("quorum", None), (None, "quorum"), ("classic", "quorum")])
+def test_a_queue_of_one_type_is_not_declared_again_as_one_of_another(channel, first, then):
+    """A classic queue has no delivery limit, so it is not what a client wants who asks for a quorum queue."""
+    arguments = [{"x-queue-type": kind} if kind else {} for kind in (first, then)]
+    channel.queue_declare("q", durable=True, arguments=arguments[0])
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+        channel.queue_declare("q", durable=True, arguments=arguments[1])
+    shown = ["none" if kind != "quorum" else "the value 'quorum' of type 'longstr'" for kind in (then, first)]
+    assert caught.value.reply_code == 406
+    assert caught.value.reply_text == (
+        f"PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue 'q' in vhost '/': received {shown[0]} but "
+        f"current is {shown[1]}"
+    )
+
+
+def test_a_queue_that_is_said_to_be_classic_is_the_one_of_which_nothing_is_said(channel):
+    for arguments in ({}, {"x-queue-type": "classic"}, {}):
+        channel.queue_declare("q", durable=True, arguments=arguments)
+
+
 def test_the_alias_can_be_switched_off():
     with running_broker(queue_type_aliases={}) as broker:
         connection = pika.BlockingConnection(pika.URLParameters(broker.url))

@@ -224,6 +224,14 @@ def test_a_vhost_that_keeps_failing_stays_down_and_says_so(tmp_path):
         broker.connect().channel().queue_declare("the others go on")
 
 
+def test_a_vhost_that_keeps_failing_stops_the_node_where_that_is_wanted(tmp_path):
+    wanted = {"WARREN_VHOST_RESTART_STRATEGY": "stop_node", "WARREN_VHOST_MAX_RESTARTS": "0"}
+    with served(tmp_path / "data", **wanted) as broker:
+        os.kill(broker.vhost_pid(), signal.SIGKILL)
+        assert broker.process.wait(60) == 1
+        assert "vhost_restart_strategy is stop_node" in broker.log.read_text()
+
+
 @pytest.mark.parametrize(
     "bytes_",
     [b"GET / HTTP/1.1\r\n\r\n", b"AMQP\x00\x01\x00\x00", b"\0" * 8],

@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def one_broker():
-    with running_broker() as running:
+    with running_broker(vhost_max_restarts=1000) as running:
         yield running
 
 
@@ -331,6 +331,7 @@ CALLS = {
     "ack": lambda queue: ([1],),
     "reject": lambda queue: ([1],),
     "requeue": lambda queue: ([1],),
+    "begin": lambda queue: (),
     "came_back": lambda queue: (),
     "settled": lambda queue: (next(iter(queue.consumers)), 0),
     "unblock": lambda queue: (next(iter(queue.consumers)),),

@@ -13,8 +13,11 @@ import pika
 import pytest
 
 from tests.broker_clients import Inbox, RawClient, connected, declare, eventually, publish, pump, settle, unique
+from warren.amqp.errors import AmqpError
+from warren.kernel.frame_writer import HEARTBEAT_FRAME
 from warren.queueing.credit_flow import Wait
 from warren.testing import RunningBroker
+from warren.vhost.vhost import clients_of
 
 MIB = 1024 * 1024
 
@@ -139,3 +142,68 @@ def test_who_is_not_read_from_for_another_reason_may_be_silent_for_as_long_as_th
         broker.call(lambda: served.flow.done(Wait.RESOURCES))
         assert not broker.call(lambda: served._is_alive(served._clock() + 1000))
         client.open(1)
+
+
+def fill(broker: RunningBroker, served: Any) -> None:
+    """Until something is left that the client's socket does not take; not so much that the broker takes it for stuck."""
+    while not broker.call(lambda: served._transport.get_write_buffer_size()):
+        broker.call(lambda: (served.send(HEARTBEAT_FRAME * 8192), served._flush()))
+    assert broker.call(lambda: served.writable)
+
+
+@pytest.mark.parametrize("who", ["client", "broker"])
+def test_a_connection_that_was_closed_is_gone_after_a_while_though_its_client_never_reads(broker, monkeypatch, who):
+    """Its descriptor, and what was to be sent, were kept for as long as the client liked, and it was not counted."""
+    monkeypatch.setattr("warren.amqp.connection._CLOSE_SECONDS", 1.0)
+    vhost = broker.broker.vhosts["/"]
+    with RawClient(broker) as client:
+        [served] = the_connections(broker)
+        fill(broker, served)
+        if who == "client":
+            client.send(0, pamqp.commands.Connection.Close(200, "", 0, 0))
+        else:
+            broker.call(lambda: served.fail(AmqpError(320, "enough")))
+        eventually(lambda: not the_connections(broker))
+        assert broker.call(lambda: clients_of(vhost)) == 1
+        eventually(lambda: broker.call(lambda: clients_of(vhost)) == 0)
+        with contextlib.suppress(ConnectionResetError):
+            while client.socket.recv(1 << 20):
+                pass
+        assert broker.call(lambda: served._timer is None)
+
+
+def test_who_closes_and_reads_slowly_gets_all_that_was_on_its_way(broker):
+    vhost = broker.broker.vhosts["/"]
+    with RawClient(broker) as client:
+        [served] = the_connections(broker)
+        fill(broker, served)
+        client.send(0, pamqp.commands.Connection.Close(200, "", 0, 0))
+        eventually(lambda: not the_connections(broker))
+        received = b""
+        while more := client.socket.recv(1 << 20):
+            received += more
+        assert received.endswith(pamqp.frame.marshal(pamqp.commands.Connection.CloseOk(), 0))
+    eventually(lambda: broker.call(lambda: not vhost.departing and served._timer is None))
+
+
+def test_a_broken_frame_behind_publishes_that_wait_closes_the_connection_when_these_are_done(broker):
+    """It was heard of with the next bytes only, and who waits for an answer sends none."""
+    queue = unique()
+    vhost = broker.broker.vhosts["/"]
+    with RawClient(broker) as client:
+        client.open(1)
+        client.call(1, pamqp.commands.Queue.Declare(queue=queue, durable=True), "Queue.DeclareOk")
+        broker.call(lambda: vhost.set_alarm("memory", True))
+        try:
+            [served] = the_connections(broker)
+            client.publish(1, queue, b"held")
+            eventually(lambda: broker.call(lambda: served.flow.waits) == ["resources"])
+            broker.call(
+                lambda: served.data_received(b"\x01\x00\x01\x00\x00\x00\x04\x00\x0a\x00\x0a\x00")
+            )  # no end octet
+            assert broker.call(lambda: served.state) == "open"
+        finally:
+            broker.call(lambda: vhost.set_alarm("memory", False))
+        assert client.expect("Connection.Close")[1].reply_code == 501
+    assert broker.queue_info(queue)["messages_ready"] == 1
+    broker.call(lambda: vhost.remove_queue(vhost.queues[queue]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.faulty_disk import FaultyDisk
-from tests.small_engine import make_entries, open_engine
+from tests.small_engine import HEAD, make_entries, open_engine
 from warren.kernel.entry import Entry
 from warren.queueing import queue_process
 from warren.queueing.arguments import QueueArguments
@@ -262,6 +262,37 @@ def test_a_consumer_without_a_prefetch_gets_large_messages_a_few_at_a_time(queue
     assert [len(some) for some in receiver.sent] == [3, 3, 3, 1]
 
 
+@pytest.mark.parametrize("no_ack", [False, True])
+def test_large_messages_that_go_straight_to_a_waiting_consumer_come_a_few_at_a_time(queue, no_ack) -> None:
+    bodies = [bytes([number]) * LARGE for number in range(10)]
+    process = queue.start()
+    receiver = Receiver()
+    queue.consumer(receiver, no_ack=no_ack)
+    process.deliver([Entry(0, HEAD, body) for body in bodies])
+    assert receiver.bodies == bodies
+    assert [len(some) for some in receiver.sent] == [3, 3, 3, 1]
+    assert (len(process), process.unacknowledged) == (0, 0 if no_ack else 10)
+
+
+def test_consumers_that_wait_for_large_messages_take_turns_from_round_to_round(queue) -> None:
+    bodies = [bytes([number]) * LARGE for number in range(9)]
+    process = queue.start()
+    receivers = [Receiver(), Receiver()]
+    for receiver in receivers:
+        queue.consumer(receiver)
+    process.deliver([Entry(0, HEAD, body) for body in bodies])
+    assert [receiver.bodies for receiver in receivers] == [bodies[0::2], bodies[1::2]]
+
+
+def test_a_message_that_is_larger_than_a_round_is_a_round_of_its_own(queue) -> None:
+    bodies = [b"small", bytes(MOST_BYTES_AT_ONCE + 1), bytes(MOST_BYTES_AT_ONCE), b"", b"small"]
+    process = queue.start()
+    receiver = Receiver()
+    queue.consumer(receiver)
+    process.deliver([Entry(0, HEAD, body) for body in bodies])
+    assert receiver.sent == [bodies[:1], bodies[1:2], bodies[2:4], bodies[4:]]
+
+
 def test_consumers_of_large_messages_take_turns_message_by_message(queue) -> None:
     """A round is cut short by its bytes, and the next one begins with whoever would have been next."""
     bodies = [bytes([number]) * LARGE for number in range(9)]
@@ -314,8 +345,30 @@ def test_rejected_large_messages_die_a_few_at_a_time(queue) -> None:
 def test_large_messages_that_a_length_limit_pushes_out_die_a_few_at_a_time(queue) -> None:
     body = b"x" * (DEAD_BYTES_AT_ONCE // 2)
     queue.publish(*[(body, 0)] * 6)
-    queue.start(dead_letter_exchange="dead", max_length=1)
+    queue.start(dead_letter_exchange="dead", max_length=1).begin()
     assert [len(some) for some in queue.owner.dead] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("how", ["begin", "apply", "accept"])
+def test_what_a_length_limit_pushes_out_leaves_under_the_engines_lock(queue, monkeypatch, how) -> None:
+    """A commit and a checkpoint work with the same journal and the same tables, on threads of their own."""
+    queue.publish(*[(b"x", 0)] * 3)
+    process = queue.start(**({} if how == "apply" else {"max_length": 1}))
+    held = []
+    drop = queue.stored.backing.drop
+
+    def dropped(*arguments: Any) -> Any:
+        held.append(queue.store.holds_lock())
+        return drop(*arguments)
+
+    monkeypatch.setattr(type(queue.stored.backing), "drop", lambda self, *arguments: dropped(*arguments))
+    {
+        "begin": lambda: process.begin(),
+        "apply": lambda: process.apply(QueueArguments(max_length=1)),
+        "accept": lambda: process.accept([]),
+    }[how]()
+    assert held == [True]
+    assert len(process) == 1
 
 
 def test_get_gives_no_message_that_expired_however_many_did(queue, clock) -> None:

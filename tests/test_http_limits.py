@@ -7,12 +7,17 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import socket
+import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
+import uvloop
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -38,7 +43,11 @@ async def count(request: Request) -> Response:
     return JSONResponse(len(await request.body()))
 
 
-ROUTES = [Route("/large", large), Route("/count", count, methods=["POST"])]
+async def scheme(request: Request) -> Response:
+    return JSONResponse(request.url.scheme)
+
+
+ROUTES = [Route("/large", large), Route("/scheme", scheme), Route("/count", count, methods=["POST"])]
 
 
 @pytest.fixture
@@ -57,15 +66,15 @@ class Clients:
         self.port = port
         self._writers: list[asyncio.StreamWriter] = []
 
-    async def connect(self, sent: bytes = b"", **named: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def connect(self, sent: bytes = b"", **named: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, **named)
         self._writers.append(writer)
         writer.write(sent)
         return reader, writer
 
-    async def ask(self, sent: bytes = LIVE) -> bytes:
+    async def ask(self, sent: bytes = LIVE, **named: Any) -> bytes:
         """The first line of an answer; the connection stays."""
-        reader, _ = await self.connect(sent)
+        reader, _ = await self.connect(sent, **named)
         return await reader.readline()
 
     def close(self) -> None:
@@ -80,9 +89,21 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
     return b""
 
 
-def serve(test: Callable[[Clients], Awaitable[None]]) -> None:
+def serve(
+    test: Callable[[Clients], Awaitable[None]],
+    *,
+    certificate: tuple[str, str] | None = None,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> None:
     async def run() -> None:
-        server = StatusServer("127.0.0.1", 0, lambda: {"node": {}, "vhosts": []}, lambda: True, routes=ROUTES)
+        server = StatusServer(
+            "127.0.0.1",
+            0,
+            lambda: {"node": {}, "vhosts": []},
+            lambda: True,
+            routes=ROUTES,
+            certificate=certificate,
+        )
         await server.start()
         clients = Clients(server.port)
         try:
@@ -92,7 +113,8 @@ def serve(test: Callable[[Clients], Awaitable[None]]) -> None:
             clients.close()
             await server.stop()
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run())
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health/live HTTP/1.1\r\nHost: x\r\n", b"G"])
@@ -260,3 +282,68 @@ def test_the_data_server_has_these_limits_too(limits, monkeypatch):
                 assert silent.recv(1) == b""
         thread.join(SECONDS)
     assert not thread.is_alive()
+
+
+# ---- TLS ----
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl for certificates: apt-get install openssl")
+    directory = tmp_path_factory.mktemp("certificate")
+    subject = ["-subj", "/CN=localhost", "-days", "2", "-nodes"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-keyout", "key.pem", "-out", "cert.pem", *subject]
+    subprocess.run(made, check=True, capture_output=True, cwd=directory)
+    return str(directory / "cert.pem"), str(directory / "key.pem")
+
+
+def secure() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_requests_over_tls_are_answered_however_they_come(certificate, new_loop):
+    async def test(clients: Clients) -> None:
+        assert await clients.ask(ssl=secure()) == b"HTTP/1.1 200 OK\r\n"
+        reader, writer = await clients.connect(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n", ssl=secure())
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert len(await reader.readexactly(LARGE)) == LARGE
+        for _ in range(2):  # one after the other on one connection
+            writer.write(b"GET /scheme HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readuntil(b'"https"')).count(b"HTTP/1.1 200 OK\r\n") == 1
+
+    serve(test, certificate=certificate, new_loop=new_loop)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["none", "some", "http"]
+)
+def test_a_client_that_does_not_complete_its_tls_handshake_is_ended(limits, certificate, sent, new_loop):
+    limits(head_seconds=0.5)
+
+    async def test(clients: Clients) -> None:
+        reader, _ = await clients.connect(sent)
+        assert b"HTTP" not in await ended(reader)
+        assert await clients.ask(ssl=secure()) == b"HTTP/1.1 200 OK\r\n"
+
+    serve(test, certificate=certificate, new_loop=new_loop)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_of_too_many_tls_handshakes_the_oldest_makes_room(limits, certificate, new_loop):
+    limits(most=3, head_seconds=1000)
+
+    async def test(clients: Clients) -> None:
+        readers = [(await clients.connect())[0] for _ in range(5)]
+        for reader in readers[:2]:
+            assert await ended(reader) == b""
+        assert await clients.ask(ssl=secure()) == b"HTTP/1.1 200 OK\r\n"
+        assert await ended(readers[2]) == b""
+        assert not any(reader.at_eof() for reader in readers[3:])
+
+    serve(test, certificate=certificate, new_loop=new_loop)

@@ -40,6 +40,7 @@ class Settled:
         self.done: list[tuple[int, bool, str]] = []
         channel: Any = SimpleNamespace(
             unacked=self.unacked,
+            connection=SimpleNamespace(held_back=0),
             settle_tag=lambda *settlement: self.done.append(settlement),
             vhost=SimpleNamespace(commits=SimpleNamespace(wait=lambda waiter, number: None)),
         )
@@ -99,6 +100,44 @@ def test_a_transaction_that_holds_too_many_bytes_is_refused_and_lets_go_of_them(
     assert len(refused.value.text) < 255
     publish()  # nothing of it is there any more
     publish()
+
+
+def test_the_transactions_of_a_connection_hold_no_more_together_than_one_may():
+    first, second = Settled(0), Settled(0)
+    second.transaction._channel.connection = connection = first.transaction._channel.connection
+
+    def publish(made: Settled) -> None:
+        made.transaction.publish(Arrival([Entry(0, b"", bytes(100 * MIB))], ("q",), False))
+
+    publish(first)
+    publish(second)
+    with pytest.raises(AmqpError, match=f"on this connection are larger than {MOST_BYTES} bytes"):
+        publish(second)
+    assert 100 * MIB <= connection.held_back < 101 * MIB  # the first has lost nothing
+    publish(first)
+    with pytest.raises(AmqpError, match="commit more often"):
+        publish(second)
+    first.transaction.rollback()
+    assert connection.held_back == 0
+
+
+@pytest.mark.parametrize("error", [True, False], ids=["an error", "a close"])
+def test_a_channel_that_is_gone_holds_nothing_back(broker, error):
+    """Until its close is answered a channel that failed is still there, and what it had held back with it."""
+    with RawClient(broker) as client:
+        client.open(1)
+        client.call(1, pamqp.commands.Tx.Select(), "Tx.SelectOk")
+        client.publish(1, "nowhere", bytes(1000))
+        client.call(1, pamqp.commands.Basic.Qos(), "Basic.QosOk")  # the publish is there
+        [served] = broker.call(lambda: list(broker.broker.vhosts["/"].connections))
+        channel = broker.call(lambda: served.channels[1])
+        assert broker.call(lambda: served.held_back) > 1000
+        if error:
+            client.call(1, pamqp.commands.Queue.Declare(queue=unique(), passive=True), "Channel.Close")
+        else:
+            client.call(1, pamqp.commands.Channel.Close(0, "", 0, 0), "Channel.CloseOk")
+        assert broker.call(lambda: served.held_back) == 0
+        assert not channel.transaction._publishes
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])

@@ -98,6 +98,18 @@ def test_a_message_that_is_not_kept_is_not_under_way(announced):
     assert (scanner.under_way, scanner.buffered, scanner.stray({})) == (0, 0, 0)
 
 
+def test_a_message_is_as_long_as_announced_after_one_that_had_an_empty_frame():
+    """What was made room for with the empty frame was taken for the next message's, with whatever was in that memory."""
+    scanner = FrameScanner()
+    long, short = b"l" * 5000, b"0123456789"
+    received = begun(1, len(long)) + a_frame(3, 1, b"") + a_frame(3, 1, long)
+    received += begun(1, len(short), short[:5]) + a_frame(3, 1, b"") + a_frame(3, 1, short[5:])
+    [(kind, *_, entries)] = scanner.feed(received, 0)
+    assert kind == PUBLISH
+    assert [(entry.body, entry.body_size) for entry in entries] == [(long, 5000), (short, 10)]
+    assert (scanner.under_way, scanner.buffered, scanner.error) == (0, 0, None)
+
+
 # ---- the broker ----
 
 

@@ -8,11 +8,15 @@ uvicorn waits for a request as long as it takes, and for any number of them. Her
 3. There are at most `most` connections. Whoever comes then takes the place of the one that has kept us waiting for longest;
    where all are at work, he is turned away, and clients of ours try again.
 4. An answer takes as long as its reader wants: large ones go to tasks that work on every batch.
+5. A TLS handshake has `head_seconds`, too, and at most `most` are under way: the oldest makes room for a newcomer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -86,6 +90,70 @@ class HttpConnection(H11Protocol):
 
 def _heard(connection: HttpConnection) -> float:
     return connection._heard
+
+
+class HttpServer(uvicorn.Server):
+    """Inside of a running loop. Of https it accepts clients itself (rule 5): the event loop would give a handshake a minute,
+    and uvicorn does not hear of a client before the end of it."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._accepting: list[asyncio.Task[None]] = []
+        self._shaking: dict[asyncio.Task[None], None] = {}  # the oldest first
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        context = self.config.ssl
+        await super().startup(sockets if context is None else [])
+        for listener in sockets or () if context is not None else ():
+            assert context is not None
+            listener.setblocking(False)
+            self._accepting.append(asyncio.ensure_future(self._accept(listener, context)))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in (*self._accepting, *self._shaking):
+            task.cancel()
+        await asyncio.gather(*self._accepting, *self._shaking, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    async def _accept(self, listener: socket.socket, context: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError:  # too many open files, a client that was gone: the listener lives on
+                await asyncio.sleep(0.1)
+                continue
+            sock.setblocking(False)
+            if len(self._shaking) >= self._connection.most:
+                oldest = next(iter(self._shaking))
+                del self._shaking[oldest]
+                oldest.cancel()
+            task = asyncio.ensure_future(self._shake(sock, context))
+            self._shaking[task] = None
+            task.add_done_callback(self._shaken)
+
+    def _shaken(self, task: asyncio.Task[None]) -> None:
+        self._shaking.pop(task, None)
+
+    async def _shake(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        made = partial(
+            self._connection, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                made, sock, ssl=context, ssl_handshake_timeout=self._connection.head_seconds
+            )
+        except OSError:  # of TLS too: what makes no sense, a client that is gone or late
+            sock.close()
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+
+    @property
+    def _connection(self) -> type[HttpConnection]:
+        connection = self.config.http_protocol_class
+        assert issubclass(connection, HttpConnection)
+        return connection
 
 
 def http_config(

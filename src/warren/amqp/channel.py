@@ -98,6 +98,8 @@ class Channel(Declarations):
         self.connection.check_topic(known, routing_key)
         mandatory = bool(bits & MANDATORY)
         special = property_flags & _SPECIAL or known.needs_message or known.delayed
+        if self.vhost.router.by_properties and exchange:  # a binding may lead to one that hashes a property
+            special = special or property_flags
         if special or routing_key.startswith(REPLY_TO):
             self._publish_each(known, routing_key, mandatory, entries)
             return
@@ -674,6 +676,8 @@ class Channel(Declarations):
         """The channel is gone: consumers leave, deliveries go back."""
         self.closing = True
         self._stop_replies()
+        if self.transaction is not None:
+            self.transaction.rollback()
         consumers, self.consumers = list(self.consumers.values()), {}
         for consumer in consumers:
             if consumer.queue is not None:

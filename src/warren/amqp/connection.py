@@ -115,6 +115,7 @@ class Connection(asyncio.Protocol):
         self.writable = True
         self.connected_at = time.time()
         self.received_bytes = self.sent_bytes = 0
+        self.held_back = 0  # bytes of messages, by the transactions of all channels
         capabilities = self.client_properties.get("capabilities")
         granted = capabilities if isinstance(capabilities, dict) else {}
         self.cancel_notify = granted.get("consumer_cancel_notify") is True
@@ -404,6 +405,9 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         if self._transport is not None:
             self._transport.close()
+            # What is left for the client goes out first, and it may never read: until then it is a descriptor and memory.
+            self.vhost.departing.add(self)
+            self._timer = self._loop.call_later(_CLOSE_SECONDS, self.abort)
 
     def abort(self) -> None:
         """Now, without a word."""
@@ -434,6 +438,9 @@ class Connection(asyncio.Protocol):
         """Of `Reader`: what was waited for is there, go on where it stopped."""
         held, self._held = self._held, []
         self._handle(held)
+        error = self._scanner.error
+        if error is not None and not self._held and self.state == OPEN:  # it came behind what was held
+            self.fail(AmqpError(*error))
         self.schedule_flush()
 
     def pause_reading(self) -> None:

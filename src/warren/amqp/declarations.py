@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from warren.amqp.errors import AmqpError
+from warren.amqp.errors import AmqpError, check_utf8
 from warren.amqp.methods import encode
 from warren.queueing.queue_process import QueueProcess
 from warren.routing.binding import Binding
@@ -107,6 +107,7 @@ class Declarations:
     ) -> QueueProcess:
         if name.startswith("amq.") and not unnamed:
             raise AmqpError(403, f"queue name '{name}' contains reserved prefix 'amq.*'", 50, 10)
+        check_utf8("queue name", name)
         dead_letters = arguments.get("x-dead-letter-exchange")
         if isinstance(dead_letters, str):
             self._allow("read", "queue", name)
@@ -179,6 +180,7 @@ class Declarations:
         if known is not None and exchange in self.vhost.router.exchanges:
             if known.exclusive and binding in self.vhost.router.bindings_to_queue(name):
                 self._check_owner(known)
+            self.connection.check_topic(self.vhost.router.exchanges[exchange], routing_key, "read")
             self._routed(lambda: self.vhost.unbind(binding))
         self.reply("queue.unbind-ok")
 
@@ -226,6 +228,7 @@ class Declarations:
         if name in self.vhost.router.exchanges:
             self.vhost.router.check_same(name, type_, durable, auto_delete, internal, arguments)
             return
+        check_utf8("exchange name", name)
         alternate = arguments.get("alternate-exchange")
         if isinstance(alternate, str):
             self._allow("read", "exchange", name)
@@ -273,6 +276,7 @@ class Declarations:
         self._allow("read", "exchange", source)
         exchanges = self.vhost.router.exchanges
         if source in exchanges and destination in exchanges:
+            self.connection.check_topic(exchanges[source], routing_key, "read")
             self._routed(lambda: self.vhost.unbind(_binding(source, "exchange", destination, routing_key, arguments)))
         if not nowait:
             self.reply("exchange.unbind-ok")

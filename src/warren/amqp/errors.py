@@ -48,6 +48,15 @@ class AmqpError(Exception):
         return data[:_MOST_TEXT_BYTES].decode("utf-8", "ignore" if len(data) > _MOST_TEXT_BYTES else "surrogateescape")
 
 
+def check_utf8(what: str, name: str) -> None:
+    """Names from the network are any bytes; those of what is kept are text, also for whoever reads the files."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        raise AmqpError(406, f"{what} '{shown}' is not UTF-8") from None
+
+
 class HardError(AmqpError):
     """An error that closes the connection whatever its code."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from warren.amqp.errors import AmqpError
-from warren.queueing.properties import MAX_EXPIRATION_MS, carbon_keys
+from warren.queueing.properties import MAX_EXPIRATION_MS, MAX_SHORT_STRING_BYTES, carbon_keys
 
 
 def expiration_ms(value: object) -> int:
@@ -31,4 +31,11 @@ def carbon(headers: dict[str, Any], name: str) -> list[str]:
     value = headers[name]
     if not isinstance(value, list):
         raise AmqpError(406, f"unexpected type of header {name}: it is an array of strings", 60, 40)
-    return carbon_keys(value)
+    keys = carbon_keys(value)
+    for key in keys if name == "BCC" else ():
+        size = len(key.encode("utf-8", "surrogateescape"))
+        if size > MAX_SHORT_STRING_BYTES:  # a head cannot keep it, out of the headers
+            raise AmqpError(
+                406, f"invalid key of {size} bytes in header BCC: it has at most {MAX_SHORT_STRING_BYTES}", 60, 40
+            )
+    return keys

@@ -4,8 +4,8 @@ As RabbitMQ has it: publishes, routed when they came, and acks wait; a commit do
 are safe; a rollback forgets them, and deliveries that were acked in it are the channel's again, not redelivered. A queue
 that was deleted before the commit gets nothing, one that has its name by then does.
 
-What is held back is in memory and nowhere else, and an alarm would stop the very publisher that could commit it: so a
-transaction has a size that it may not pass.
+What is held back is in memory and nowhere else, and an alarm would stop the very publisher that could commit it: so the
+transactions of a connection have a size that they may not pass, however many channels they are on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Settlement = tuple[int, bool, str]  # delivery tag, multiple, how
 
-MOST_BYTES = 256 * 1024 * 1024  # of the messages that a transaction holds back
+MOST_BYTES = 256 * 1024 * 1024  # of the messages that the transactions of a connection hold back
 _ENTRY_BYTES = 256  # that a message costs beside its head and body
 
 
@@ -38,14 +38,17 @@ class Transaction:
         self.rejected = False  # a queue was full
 
     def publish(self, arrival: Arrival) -> None:
-        self._bytes += sum([entry.size + _ENTRY_BYTES for entry in arrival.entries])
-        if self._bytes > MOST_BYTES:
-            size = self._bytes
+        connection = self._channel.connection
+        size = sum([entry.size + _ENTRY_BYTES for entry in arrival.entries])
+        self._bytes += size
+        connection.held_back += size
+        if connection.held_back > MOST_BYTES:
+            held_back = connection.held_back
             self.rollback()  # the channel is there until its close is answered, which may never be
             raise AmqpError(
                 406,
-                f"transaction of {size} bytes is larger than {MOST_BYTES} bytes, the most that is held back until "
-                "tx.commit: commit more often",
+                f"transactions of {held_back} bytes on this connection are larger than {MOST_BYTES} bytes, the most that is "
+                "held back until tx.commit: commit more often",
                 60,
                 40,
             )
@@ -76,7 +79,7 @@ class Transaction:
         while self._publishes:
             self._channel.arrive(self._publishes[0])
             self._publishes.popleft()
-        self._bytes = 0
+        self._let_go()
         settlements, self._settlements = self._settlements, []
         self.settled = set()
         self._settled_to = 0
@@ -96,9 +99,14 @@ class Transaction:
         # Also of a channel that was closed meanwhile: what its connection holds is not for this channel alone.
         self._channel.connection.transaction_done()
 
-    def rollback(self) -> None:
-        self._publishes.clear()
+    def _let_go(self) -> None:
+        self._channel.connection.held_back -= self._bytes
         self._bytes = 0
+
+    def rollback(self) -> None:
+        """Also when the channel is gone."""
+        self._publishes.clear()
+        self._let_go()
         self._settlements.clear()
         self.settled.clear()
         self._settled_to = 0

@@ -97,9 +97,10 @@ async def _first(*events: asyncio.Event) -> None:
 
 def _announce(config: Config, broker: Broker, status: Any) -> None:
     log.info(
-        "ready: AMQP on %s:%s, status page on http://%s:%s, data in %s, durability %s",
+        "ready: AMQP on %s:%s, status page on %s://%s:%s, data in %s, durability %s",
         config.host,
         broker.amqp_port,
+        "https" if config.tls.http else "http",
         config.host,
         status.port,
         config.data_dir,

@@ -3,6 +3,7 @@ from warren.kernel.ranges import RangeSet
 
 HEARTBEAT_FRAME: bytes
 
+def fitting(entries: list[Entry], most_bytes: int) -> int: ...
 def deliveries(
     channel: int,
     consumer_tag: bytes,

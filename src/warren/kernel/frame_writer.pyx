@@ -89,6 +89,18 @@ cdef Py_ssize_t properties_end(object head, Py_ssize_t route) except -1:
     raise ValueError(f"{(<bytes>head)[:40].hex(' ')} is no message head: it is shorter than its keys of BCC")
 
 
+def fitting(list entries not None, uint64_t most_bytes):
+    """How many of the first entries have bodies of at most so many bytes together; 1 where already the first has more."""
+    cdef uint64_t total = 0
+    cdef Py_ssize_t count = 0
+    for item in entries:
+        total += (<Entry?>item).body_size
+        if total > most_bytes and count:
+            break
+        count += 1
+    return count
+
+
 def deliveries(uint16_t channel, bytes consumer_tag not None, uint64_t first_tag, list entries not None,
                uint64_t redelivered_below, RangeSet returned not None, uint32_t frame_max):
     """basic.deliver and its content for each entry, under the tags from `first_tag` on.

@@ -143,7 +143,7 @@ class Broker:
 
     def _vhosts_of(self, users: Users) -> RunningVhosts:
         if self._zygote is None:
-            return InlineVhosts(self.config, users)
+            return InlineVhosts(self.config, users, self._gave_up)
         return ProcessVhosts(self.config, users, self._zygote, gave_up=self._gave_up, zygote_died=self.given_up.set)
 
     def _gave_up(self) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,9 +29,12 @@ log = logging.getLogger("warren.node")
 class InlineVhosts:
     """Of `RunningVhosts`."""
 
-    def __init__(self, config: Config, grants: GrantSource) -> None:
+    def __init__(self, config: Config, grants: GrantSource, gave_up: Callable[[], None] = lambda: None) -> None:
+        """`gave_up` is told when one that failed too often stays down."""
         self._config = config
         self._grants = grants
+        self._gave_up = gave_up
+        self._failures: dict[str, deque[float]] = {}  # when each failed
         self.vhosts: dict[str, Vhost] = {}  # those that run
         self._states: dict[str, str] = {}  # of the others
         self._limit = ClientLimit(config.connection_max)
@@ -53,6 +59,7 @@ class InlineVhosts:
         return RUNNING if name in self.vhosts else self._states.get(name, STARTING)
 
     async def open(self, name: str) -> None:
+        self._failures.pop(name, None)  # an operator wants it: with a clean slate
         try:
             self._open(name)
         except (WarrenError, OSError) as error:
@@ -86,6 +93,7 @@ class InlineVhosts:
 
     def forget(self, name: str) -> None:
         self._states.pop(name, None)
+        self._failures.pop(name, None)
 
     def _failed(self, name: str, error: WarrenError) -> None:
         """Everything of it ends here; it comes back through recovery."""
@@ -100,14 +108,27 @@ class InlineVhosts:
         task.add_done_callback(self._restarts.discard)
 
     async def _restart(self, name: str, vhost: Vhost) -> None:
-        await vhost.stop()
-        if self._states.get(name) != RESTARTING:  # an operator has closed it meanwhile
-            return
         try:
-            self._open(name)
+            await vhost.stop()
+            if self._states.get(name) != RESTARTING:  # an operator has closed it meanwhile
+                return
+            if not self._failed_too_often(name):
+                self._open(name)
+                return
+            log.error("vhost %r failed %s times and stays down", name, len(self._failures[name]))
         except (WarrenError, OSError):
-            self._states[name] = DOWN
             log.exception("vhost %r cannot be restarted; the others go on", name)
+        self._states[name] = DOWN
+        self._gave_up()
+
+    def _failed_too_often(self, name: str) -> bool:
+        """As the supervisor of processes counts it."""
+        now = time.monotonic()
+        failures = self._failures.setdefault(name, deque())
+        failures.append(now)
+        while now - failures[0] > self._config.vhost_restart_period:
+            failures.popleft()
+        return len(failures) > self._config.vhost_max_restarts
 
     async def hand_over(self, sock: socket.socket, opened: Opened) -> None:
         vhost = self.vhosts.get(opened.vhost)

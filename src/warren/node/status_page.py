@@ -38,7 +38,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from warren.errors import WarrenError
-from warren.http_server import http_config
+from warren.http_server import HttpServer, http_config
 from warren.node.status_html import PAGE, SCRIPT, STYLE
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ _HEADERS = {
 }
 
 
-class _Server(uvicorn.Server):
+class _Server(HttpServer):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()

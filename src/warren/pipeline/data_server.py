@@ -31,7 +31,6 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 import pyarrow as pa
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -39,7 +38,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from warren.errors import WarrenError
-from warren.http_server import HttpConnection, http_config
+from warren.http_server import HttpConnection, HttpServer, http_config
 from warren.pipeline.amqp_rows import SCHEMA
 from warren.pipeline.broker_client import STREAM_ERROR, BrokerClient
 from warren.pipeline.errors import PipelineError
@@ -373,7 +372,7 @@ class _Connection(HttpConnection):
     most = 4096  # every task that runs has one, in a cluster
 
 
-class _Server(uvicorn.Server):
+class _Server(HttpServer):
     def install_signal_handlers(self) -> None:
         pass
 

@@ -110,7 +110,7 @@ class Consumers:
 
     @property
     def exclusive(self) -> bool:
-        return any(consumer.exclusive for consumer in self._all)
+        return len(self._all) == 1 and self._all[0].exclusive  # one that is, is alone
 
     def add(self, consumer: Consumer) -> None:
         self.ever = True

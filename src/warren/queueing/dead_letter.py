@@ -42,6 +42,7 @@ class Death:
     ) -> None:
         dead = decode_head(head)
         headers = dead.headers
+        self.properties = dead.properties  # for routing; what is sent is in `head`
         carbon = carbon_keys(headers.get("CC"))
         self.keys = [routing_key] if routing_key is not None else dead.keys
         self._deaths = self._died(dead, _deaths_of(headers), carbon, queue, reason, now)

@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from warren.kernel.entry import PERSISTENT, Entry, place_entries, seqs_of, some_expire
+from warren.kernel.frame_writer import fitting
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.consumers import MOST_AT_ONCE, MOST_BYTES_AT_ONCE, Consumer, Consumers, Shares
 from warren.queueing.dead_letter import DELIVERY_LIMIT, EXPIRED, MAXLEN, REJECTED
@@ -136,11 +137,19 @@ class QueueProcess:
         self.highest = arguments.max_priority or 0
         self._rejects = self._limited and arguments.overflow != "drop-head"
         self.used()
-        if self._limited:
+        if self._limited and old is not None:  # else see `begin`
             self._drop_head()
         if self._decorations is not None and old is not None:
             self._decorations.policy_changed(old, arguments)
             self._tell_state()
+
+    @guarded
+    def begin(self) -> None:
+        """What it has found on disk meets its limits and times: what was unacked is ready again, and may be too much. Not
+        when it is made: everything that its dead letters may go to has to be there."""
+        if self._limited:
+            self._drop_head()
+        self.expire()
 
     @property
     def durable(self) -> bool:
@@ -297,8 +306,9 @@ class QueueProcess:
 
     def _hand_over(self, entries: list[Entry]) -> tuple[list[Entry], bool]:
         """Straight to consumers that wait: what they did not take, and whether anything was journaled."""
-        # No more at once than one consumer takes, or it would be blocked for having no room when it has.
-        shares = self.consumers.deal(min(len(entries), MOST_AT_ONCE))
+        # No more at once than one consumer takes, or it would be blocked for having no room when it has; and no more bytes
+        # than in a round of `run`: they become frames, which are in RAM beside them.
+        shares = self.consumers.deal(min(fitting(entries, MOST_BYTES_AT_ONCE), MOST_AT_ONCE))
         taken = sum(len(positions) for _, positions in shares)
         if not taken:
             return entries, False
@@ -545,9 +555,12 @@ class QueueProcess:
 
     def _drop_head(self) -> None:
         """Bring the queue back to its limit; what is pushed out is a dead letter."""
+        if not self._rejects:
+            with self._lock:
+                self._push_out()
+
+    def _push_out(self) -> None:
         backing, arguments = self._backing, self.arguments
-        if self._rejects:
-            return
         while not backing.is_empty():
             over = len(backing) - arguments.max_length if arguments.max_length is not None else 0
             if over <= 0:

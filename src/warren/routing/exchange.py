@@ -71,6 +71,11 @@ class Exchange:
         )
 
     @property
+    def needs_properties(self) -> bool:
+        """Whether it matches by a property that is not in the headers."""
+        return self.routing_type == CONSISTENT_HASH and HASH_PROPERTY in self.arguments
+
+    @property
     def alternate(self) -> str | None:
         """Where messages go that match no binding, by argument. A policy may name one, too."""
         name = self.arguments.get(ALTERNATE_EXCHANGE)

@@ -82,6 +82,7 @@ class Router:
         self.vhost = vhost
         self.version = 0  # rises with every change of exchanges, queues, bindings and policies
         self.exchanges: dict[str, Exchange] = {}
+        self.by_properties = 0  # how many of them match by properties: a binding may lead there from any other
         self._sources: dict[str, _Source] = {}  # by exchange
         self._to_queue = BindingIndex()
         self._to_exchange = BindingIndex()
@@ -326,6 +327,7 @@ class Router:
 
     def _add_exchange(self, exchange: Exchange) -> None:
         self.exchanges[exchange.name] = exchange
+        self.by_properties += exchange.needs_properties
         self._sources[exchange.name] = _Source(matcher_for(exchange))
 
     def _check_ends(self, binding: Binding) -> None:
@@ -353,6 +355,7 @@ class Router:
             exchange = self.exchanges.pop(name, None)
             if exchange is None:
                 continue
+            self.by_properties -= exchange.needs_properties
             self._policy_alternates.pop(name, None)
             for binding in self._sources.pop(name).bindings:
                 self._index_of(binding).remove(binding.destination, binding)

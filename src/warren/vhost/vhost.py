@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from warren.amqp.errors import AmqpError
+from warren.amqp.errors import AmqpError, check_utf8
 from warren.errors import DiskFullError, QueueArgumentError, WarrenError
 from warren.kernel.entry import PERSISTENT, Entry, seqs_of
 from warren.kernel.journal_codec import CHECKOUT
-from warren.queueing.arguments import QueueArguments, known_arguments
+from warren.queueing.arguments import ArgumentDifference, QueueArguments, known_arguments
 from warren.queueing.credit_flow import CreditFlow
 from warren.queueing.dead_letter import Death
 from warren.queueing.decorators import BUILT_IN, load_decorators
@@ -147,7 +147,7 @@ class Vhost:
             self.router.bind(Binding(*row))
         for queue in list(self.queues.values()):
             with contextlib.suppress(QueueCrashed):
-                queue.expire()
+                queue.begin()
 
     async def stop(self) -> None:
         """A clean stop: connections are closed by their owner before."""
@@ -340,7 +340,12 @@ class Vhost:
             wanted = QueueArguments.parse(known_arguments(arguments))
         except QueueArgumentError as error:
             raise AmqpError(406, f"invalid arg {where}: {error}") from None
-        for argument, ours, theirs in queue.declared.differences(wanted):
+        differences = queue.declared.differences(wanted)
+        # Not one of `QueueArguments`, but who asks for a delivery limit by it would get none here.
+        types = [_queue_type(found) for found in (queue.stored.record.arguments, arguments)]
+        if types[0] != types[1]:
+            differences.append(ArgumentDifference("x-queue-type", *types))
+        for argument, ours, theirs in differences:
             raise AmqpError(
                 406,
                 f"inequivalent arg '{argument}' {where}: received {_shown(theirs)} but current is {_shown(ours)}",
@@ -400,6 +405,8 @@ class Vhost:
             self._begin_anew(queue, error)
         else:
             restarted.declared_durable = queue.declared_durable
+            with contextlib.suppress(QueueCrashed):
+                restarted.begin()
 
     def _is_restarting(self, name: str) -> bool:
         queue = self.queues.get(name)
@@ -439,6 +446,9 @@ class Vhost:
         self._forget(self.router.delete(name, if_unused))
 
     def bind(self, binding: Binding) -> None:
+        """Requires: its ends are there."""
+        if self._is_durable(binding):
+            check_utf8("routing key", binding.routing_key)
         if self.router.bind(binding) and self._is_durable(binding):
             self._changing()
             with self.store.lock:
@@ -480,7 +490,7 @@ class Vhost:
         move = _Move()
         for entry in entries:
             death = Death(entry.head, queue.name, reason, exchange, arguments.dead_letter_routing_key)
-            names, waits = self.ways(exchange, death.keys, death.headers)
+            names, waits = self.ways(exchange, death.keys, death.headers, death.properties)
             for name in names:
                 if death.allows(name):
                     self._add_copy(move, name, death.head, entry)
@@ -491,11 +501,14 @@ class Vhost:
         self._do(move)
         return True
 
-    def ways(self, exchange: str, keys: list[str], headers: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def ways(
+        self, exchange: str, keys: list[str], headers: dict[str, Any], properties: Mapping[str, Any] | None = None
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Of what the broker publishes: queues, and the delayed exchanges before which it waits."""
+        known = partial(dict[str, Any], properties or {})
         if delay_ms(headers):
-            return self.router.route_waiting(exchange, keys, partial(dict, headers), from_broker=True)
-        return self.router.route_many(exchange, keys, partial(dict, headers), from_broker=True), ()
+            return self.router.route_waiting(exchange, keys, partial(dict, headers), known, from_broker=True)
+        return self.router.route_many(exchange, keys, partial(dict, headers), known, from_broker=True), ()
 
     def _add_delayed_copy(self, move: _Move, exchange: str, head: bytes, entry: Entry, delay: int) -> None:
         now = time.time_ns() // 1000
@@ -599,7 +612,8 @@ class Vhost:
             if isinstance(delay, (int, float)) and not isinstance(delay, bool):
                 headers["x-delay"] = -delay  # as the plugin does: it was waited for
                 fired = rewritten(entry.head, headers={"x-delay": -delay})
-            for name in self.router.route_many(exchange, head.keys, partial(dict, headers), from_broker=True):
+            asked = partial(dict[str, Any], head.properties)
+            for name in self.router.route_many(exchange, head.keys, partial(dict, headers), asked, from_broker=True):
                 self._add_copy(move, name, fired, entry)
         move.acks.append((source, seqs_of(entries)))
         self._do(move)
@@ -647,17 +661,23 @@ def clients_of(vhost: Vhost) -> int:
 async def close_connections(vhosts: Iterable[Vhost], why: str = "") -> None:
     """Tell all clients why they have to go, give them a moment to answer, then cut them off."""
     why = why or "broker forced connection closure with reason 'shutdown'"
-    leaving: list[Any] = []
-    for vhost in vhosts:
+    left = list(vhosts)
+    for vhost in left:
         vhost.goodbye = why
         for connection in list(vhost.connections):
             connection.fail(AmqpError(320, why))
-        leaving += vhost.departing
     deadline = time.monotonic() + _GOODBYE_SECONDS
-    while any(connection.state != "closed" for connection in leaving) and time.monotonic() < deadline:
+    while any(vhost.departing for vhost in left) and time.monotonic() < deadline:
         await asyncio.sleep(0.005)
-    for connection in leaving:
-        connection.abort()
+    for vhost in left:
+        for connection in list(vhost.departing):
+            connection.abort()
+
+
+def _queue_type(arguments: Mapping[str, object]) -> object:
+    """None: a classic one, whether that was said or not."""
+    wanted = arguments.get("x-queue-type")
+    return None if wanted == "classic" else wanted
 
 
 def _shown(value: object) -> str:
