@@ -107,6 +107,21 @@ def test_with_mandatory_a_batch_goes_to_queues_with_all_its_rows_or_not_at_all(r
     assert sorted(drain(channel)) == [b"1", b"2", b"3"]
 
 
+def test_rows_are_spread_by_a_property_of_theirs(running, channel):
+    channel.exchange_declare("hash", "x-consistent-hash", arguments={"hash-property": "message_id"})
+    shards = ["shard-0", "shard-1"]
+    for name in shards:
+        channel.queue_declare(name)
+        channel.queue_bind(name, "hash", "1")
+    settings = SinkSettings.from_options({"url": running.http_url, "exchange": "hash", "routingKey": "k"})
+    driver = _Stages(settings, "w", Credentials("guest", "guest"))
+    rows = pa.RecordBatch.from_pydict({"body": [b"m"] * 100, "message_id": [f"message {n}" for n in range(100)]})
+    driver.decide("q.0", [driver.stage("q.0", 0, 1, iter([rows]))])
+    found = [len(drain(channel, name)) for name in shards]
+    assert sum(found) == 100
+    assert min(found) > 10
+
+
 def test_the_driver_says_how_many_rows_went_nowhere(running, channel, caplog):
     driver = _Stages(
         SinkSettings.from_options({"url": running.http_url, "routingKey": "no-queue"}),

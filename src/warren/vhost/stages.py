@@ -64,6 +64,7 @@ class _Address(NamedTuple):
     exchange: str
     keys: list[str]
     headers: dict[str, Any]
+    properties: dict[str, Any]
     persistent: bool
     priority: int
     expiration_us: int  # below 0: never
@@ -160,7 +161,7 @@ class _Group:
         return address
 
     def _way(self, address: _Address) -> _Way:
-        names, waiting = self._vhost.ways(address.exchange, address.keys, address.headers)
+        names, waiting = self._vhost.ways(address.exchange, address.keys, address.headers, address.properties)
         waits = []
         for name in waiting:
             durable = address.persistent and self._vhost.router.exchanges[name].durable
@@ -543,6 +544,7 @@ def _address(head: bytes) -> _Address:
         exchange=said.exchange,
         keys=[*said.keys, *blind],
         headers=headers,
+        properties=said.properties,
         persistent=said.properties.get("delivery_mode") == 2,
         priority=priority if isinstance(priority, int) else 0,
         expiration_us=int(expiration) * 1000 if isinstance(expiration, str) and expiration.isdigit() else -1,
