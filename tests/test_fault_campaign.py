@@ -589,14 +589,12 @@ ELSEWHERE = {
     "quarantine.py: target.append(data)": _QUARANTINE,
     "journal.py: file.pwrite(memoryview(block), block.base)": _OS,
     "reading.py: file.pread(size, offset)": "test_reading.py",
-    "segment.py: file.pwrite(pack_header(INDEX_MAGIC, self.sid, number * self.segment_size, self.segment_size), 0)": (
-        _HEADERS
-    ),
+    "segment.py: file.pwrite(self._header(number, INDEX_MAGIC), 0)": _HEADERS,
     "segment.py: file.sync()": _HEADERS,
 }
 # A small run has not all first failures behind which these are reached.
 BEHIND_SOME_FAILURE = {
-    "segment.py: file.pwrite(pack_header(magic, self.sid, number * self.segment_size, self.segment_size), 0)",
+    "segment.py: file.pwrite(self._header(number, magic), 0)",
     "store_format.py: self._disk.unlink(self._part_path)",
     "store_format.py: self._disk.unlink(self.path)",
     "vhost_store.py: self.disk.remove_tree(directory)",
