@@ -336,6 +336,9 @@ class SqliteQueue:
         self._rates.entered += len(entries)
         self._settle_down()
 
+    def prepare_requeue(self, seqs: list[int]) -> None:
+        pass
+
     def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
         for seq in seqs:
             for entry in self.database.messages(f"{_EACH} AND state != ?", json.dumps([seq]), READY):
