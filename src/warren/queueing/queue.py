@@ -218,12 +218,15 @@ class Queue:
             self._make_room(len(entries), entries)
 
     def announce(self, entries: list[Entry]) -> None:
-        """Messages arrived by another way than `publish`: a transaction."""
+        """Messages arrived by another way than `publish`: a transaction. Nothing in here can fail. Requires: the lock."""
+        self._expiring = self._expiring or any(entry.expiry for entry in entries)
+        self._announce(len(entries))
+
+    def trim(self) -> None:
+        """Back to its limits, after messages arrived by another way than `publish`."""
         with self._store.lock:
-            self._expiring = self._expiring or any(entry.expiry for entry in entries)
-            if self._limited:
+            if self._limited and not self._deleted:
                 self._limits.drop_head(self._backing)
-            self._announce(len(entries))
 
     def _announce(self, count: int) -> None:
         """Wake those who wait for messages. Requires: the lock."""
