@@ -398,14 +398,16 @@ async def test_a_cancelled_commit_is_finished_before_the_task_ends(tmp_path):
     async with warren.aio.open(tmp_path) as store:
         queue = await store.queue("q")
         started, release = threading.Event(), threading.Event()
-        transact = store.blocking.engine.transact
+        committer = store.blocking.engine.committer
+        sync = committer.sync
 
-        def slow(*arguments: object) -> list[int]:
-            started.set()
-            release.wait(30)
-            return transact(*arguments)
+        def slow(lsn: int | None = None) -> None:
+            if lsn is not None:  # the transaction's
+                started.set()
+                release.wait(30)
+            sync(lsn)
 
-        store.blocking.engine.transact = slow
+        committer.sync = slow
 
         async def move() -> None:
             async with store.transaction() as tx:

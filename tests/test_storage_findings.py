@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,14 @@ import warren
 from tests.faulty_disk import FaultyDisk
 from tests.small_engine import TINY, fetch, make_entries, open_engine, publish
 from warren.cli.view import copy_durable
-from warren.errors import DiskFullError, StoreFailedError, StoreLockedError, StorePathError, WarrenError
+from warren.errors import (
+    DiskFullError,
+    StoreFailedError,
+    StoreLockedError,
+    StorePathError,
+    WarrenError,
+)
+from warren.library import Store
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.lock import DirectoryLock
 from warren.storage.stage_file import StageReader, StageWriter
@@ -162,6 +171,26 @@ def test_a_thread_called_away_behind_the_records_of_a_transaction_does_not_leave
         store.transact([(queue, entry)], [])
     with pytest.raises(StoreFailedError):
         store.sync()
+
+
+def test_a_message_that_is_twice_in_one_ack_lets_go_of_its_stored_body_once(tmp_path):
+    """Of those that are only on disk it was let go twice: as that of another queue, or instead of that of another message."""
+    with warren.open(tmp_path, settings=replace(TINY, ram_target=1)) as store:
+        queue = store.queue("q")
+        queue.publish_many([LARGE] * 4)
+        messages = queue.get_many(4)
+        queue.ack_many([messages[2], messages[2], messages[3], messages[3]])
+        queue.ack_many(messages[:2])
+        store.sync()
+        assert store.engine.store.garbage().valid_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["variable", "volatile", "sqlite"])
+def test_who_asks_for_more_messages_than_there_are_numbers_gets_all(tmp_path, kind):
+    with warren.open(tmp_path) as store:
+        queue = store.queue("q", arguments={"x-backing-queue": kind})
+        queue.publish_many([b"a", b"b"])
+        assert [message.body for message in queue.get_many(1 << 64)] == [b"a", b"b"]
 
 
 # ---- priorities ----
@@ -442,6 +471,27 @@ def test_a_requeue_that_cannot_read_for_want_of_a_descriptor_changes_nothing(tmp
     assert queue.backing.requeue(seqs) == seqs
     assert take_all(queue) == seqs
     store.abandon()
+
+
+def test_a_get_of_many_that_cannot_read_the_last_ones_hands_out_those_before(tmp_path):
+    """Some had expired, so that it took two looks: what the first had found was handed out to nobody."""
+    disk = Exhausted()
+    engine = open_engine(str(tmp_path), disk)
+    queue = Store(engine).queue("q")
+    for expiration_ms in (None, 0, None):  # of those between all expire at once
+        queue.publish_many([b"x"] * 12, expiration_ms=expiration_ms)
+    engine.sync()
+    disk.fail(engine)
+    got: list[warren.Message] = []
+    with contextlib.suppress(OSError):
+        while messages := queue.get_many(7):
+            got += messages
+    assert len(got) < 24
+    assert len(got) == engine.get("q").backing.pending_count
+    disk.down = False
+    got += queue.get_many(100)
+    assert [message.seq_id for message in got] == [*range(12), *range(24, 36)]
+    engine.abandon()
 
 
 @pytest.mark.parametrize("clean", [True, False])

@@ -173,6 +173,7 @@ class Transaction:
         self._store = store
         self._publishes: list[tuple[Queue, Entry]] = []
         self._acks: dict[Queue, list[Message]] = {}
+        self._acked: set[int] = set()  # the ids of those messages: a list would be looked through for each
         self._done = False
         self.seq_ids: list[int] = []  # of the publishes, after the commit
 
@@ -203,10 +204,10 @@ class Transaction:
             raise InvalidArgumentError(f"a Message is needed, not {type(message).__name__}: {message!r:.60}")
         if message.queue._store is not self._store.engine:
             raise MessageStateError(f"{message!r} is of another store; a transaction is of one")
-        acked = self._acks.setdefault(message.queue, [])
-        if message.settled or any(message is other for other in acked):
+        if message.settled or id(message) in self._acked:
             raise MessageStateError(f"{message!r} was settled before")
-        acked.append(message)
+        self._acks.setdefault(message.queue, []).append(message)
+        self._acked.add(id(message))
 
     def _check_open(self) -> None:
         if self._done:

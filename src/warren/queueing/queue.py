@@ -368,8 +368,13 @@ class Queue:
         backing, now = self._backing, time.time_ns() // 1000
         messages: list[Message] = []
         while len(messages) < count:
-            self._limits.drop_expired(backing, now)
-            entries = backing.fetch(count - len(messages))
+            try:
+                self._limits.drop_expired(backing, now)
+                entries = backing.fetch(count - len(messages))
+            except OSError:
+                if not messages:
+                    raise
+                break  # those before are handed out; who comes again is told
             if not entries:
                 break
             gone = self._limits.expired_among(entries, now)

@@ -107,8 +107,8 @@ class PendingAcks(Paging):
         return mine
 
     def _on_disk(self, seqs: list[int]) -> list[int]:
-        """Those of `seqs` that are pending on disk and not leased; sorted."""
-        return sorted(seq for seq in seqs if seq in self._disk_pending and seq not in self._leased)
+        """Those of `seqs` that are pending on disk and not leased; sorted, and each once: what it holds is let go once."""
+        return sorted({seq for seq in seqs if seq in self._disk_pending and seq not in self._leased})
 
     # -- ack -----------------------------------------------------------------------------------------------------------
 

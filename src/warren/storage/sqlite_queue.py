@@ -219,6 +219,7 @@ class SqliteQueue:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def fetch(self, count: int, ack_required: bool = True, most_bytes: int = NO_LIMIT) -> list[Entry]:
+        count = min(count, NO_LIMIT)  # SQLite's numbers end there
         if self._ready_bytes > most_bytes:
             count = run_within(self.database.places(f"WHERE state = ? {_IN_ORDER}", READY, count), count, most_bytes)
         entries = self.database.messages(f"WHERE state = ? {_IN_ORDER}", READY, count)
