@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import warren
+import warren.aio
 from tests.faulty_disk import FaultyDisk
 from tests.small_engine import TINY, fetch, make_entries, open_engine, publish
 from warren.cli.view import copy_durable
@@ -158,6 +160,40 @@ def test_who_waits_for_a_message_is_woken_by_a_transaction_that_had_to_wait_for_
         store.sync()
         waiter.join(20)
         assert [message.body for message in got if message is not None] == [b"late"]
+
+
+def test_who_waits_for_a_message_of_a_store_that_fails_is_told(tmp_path):
+    """It waited for ever: nothing can arrive any more."""
+    with warren.open(tmp_path) as store:
+        queue = store.queue("q")
+        told: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                queue.get(timeout=None)
+            except StoreFailedError as error:
+                told.append(error)
+
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        while not queue._waiting:
+            pass
+        store.engine.committer.fail(OSError(errno.EIO, "a bad sector"))
+        waiter.join(20)
+        assert len(told) == 1
+
+
+def test_a_task_that_waits_for_a_message_of_a_store_that_fails_is_told(tmp_path):
+    async def main() -> None:
+        async with warren.aio.open(tmp_path) as store:
+            queue = await store.queue("q")
+            getter = asyncio.create_task(queue.get(timeout=None))
+            await asyncio.sleep(0)
+            store.blocking.engine.committer.fail(OSError(errno.EIO, "a bad sector"))
+            with pytest.raises(StoreFailedError, match="a bad sector"):
+                await asyncio.wait_for(getter, 20)
+
+    asyncio.run(main())
 
 
 def test_a_thread_called_away_behind_the_records_of_a_transaction_does_not_leave_it_hidden_for_ever(

@@ -40,6 +40,12 @@ class Store:
         for stored in list(engine.queues.values()):
             self._handle(stored)
         _remove_stale_snapshots(engine.root)
+        engine.when_failed = self._failed
+
+    def _failed(self) -> None:
+        """Nothing will arrive any more: who waits for a message is told."""
+        for handle in list(self._handles.values()):
+            handle.look()
 
     @property
     def vhost(self) -> str:

@@ -572,6 +572,11 @@ class Queue:
         """The queue was deleted, or the store closed: let those who wait go."""
         with self._store.lock:
             self._deleted = True
+            self.look()
+
+    def look(self) -> None:
+        """Have all who wait look what became of the queue."""
+        with self._store.lock:
             self._arrived.notify_all()
             for listener in self._listeners:
                 listener()

@@ -81,6 +81,9 @@ class VhostStore(VhostTransactions):
         self._awake = False  # the thread was told that there is something to commit
         self._closing = False
         self._thread: threading.Thread | None = None
+        self.when_failed: Callable[[], None] = lambda: (
+            None
+        )  # told by the thread, without the lock: some wait for messages
         super().__init__(
             data_directory,
             vhost,
@@ -492,6 +495,12 @@ class VhostStore(VhostTransactions):
             store.sweep()
 
     def _maintain(self) -> None:
+        self._keep_up()
+        if not self._closing:
+            self.when_failed()
+
+    def _keep_up(self) -> None:
+        """Until the store is closed, or has failed."""
         interval = self.settings.commit_interval
         worked = False
         while not self._closing:
@@ -500,7 +509,7 @@ class VhostStore(VhostTransactions):
             elif worked:  # a quiet second: what the work took goes back to the system
                 worked = False
                 trim_memory()
-            if self._closing:
+            if self._closing or self.committer.failed is not None:
                 return
             time.sleep(interval)
             self._wake.clear()
