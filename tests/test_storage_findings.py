@@ -555,6 +555,41 @@ def test_a_segment_that_somebody_took_away_costs_its_own_messages_and_no_others(
 # ---- copies ----
 
 
+class JustUnlinked(Disk):
+    """A disk that still lists a file which another thread has unlinked since."""
+
+    def __init__(self, directory: str, name: str) -> None:
+        self.directory, self.name = directory, name
+
+    def listdir(self, path: str) -> list[str]:
+        names = super().listdir(path)
+        return [*names, self.name] if os.path.basename(path) == self.directory and names else names
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [("msg_store_persistent", "99.0.rdq"), ("msg_store_transient", "99.0.rdq"), ("stages", "writer")],
+)
+def test_a_snapshot_passes_over_what_is_unlinked_while_it_is_taken(tmp_path, directory, name):
+    """Garbage of the message store is unlinked without a lock, and a stage that is released, too: the store had failed."""
+    store = open_engine(str(tmp_path))
+    queue = store.declare("q")
+    publish(store, queue, [LARGE, b"small"])
+    publish(store, queue, [LARGE] * 20, persistent=False)
+    StageWriter(store.root, "other", "0", 0, 0).finish()
+    store.sync()
+    store.disk = JustUnlinked(directory, name)
+    copy = str(tmp_path / "copy")
+    store.snapshot(copy, transients=True)
+    assert store.committer.failed is None
+    store.abandon()
+    os.makedirs(tmp_path / "opened")
+    os.rename(copy, tmp_path / "opened" / "data")
+    again = open_engine(str(tmp_path / "opened"))
+    assert len(again.get("q").backing) == 2
+    again.close()
+
+
 def test_a_copy_of_a_stopped_broker_has_the_stages_that_were_decided(tmp_path):
     """Rows that were published, and not yet moved into their queues, were missing from a backup."""
     store = open_engine(str(tmp_path))

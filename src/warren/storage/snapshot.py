@@ -27,6 +27,8 @@ MANIFEST = "manifest.json"
 TRANSIENTS = "transients.wal"  # messages that are in no other file, as journal records
 _LINKED = ("journal", "msg_store_persistent", "queues", "stages")
 _TRANSIENT = ("msg_store_transient",)
+# Here a file that nothing refers to any more is unlinked without the lock: bodies that are garbage, stages that are done.
+_FLEETING = ("msg_store_persistent", "msg_store_transient", "stages")
 _COPIED = (".vhost",)
 _SKIPPED = ("RESERVE",)
 _SLICE_BYTES = 1024 * 1024  # copied at once
@@ -95,7 +97,12 @@ def link_store(disk: Disk, root: str, target: str, *, left_out: Container[str] =
                 continue
             copy = os.path.join(target, relative)
             disk.make_dirs(os.path.dirname(copy))
-            disk.link(path, copy)
+            try:
+                disk.link(path, copy)
+            except FileNotFoundError:
+                if part not in _FLEETING:
+                    raise
+                continue
             count += 1
     for name in _COPIED:
         path = os.path.join(root, name)
