@@ -23,7 +23,7 @@ from warren.errors import (
     MessageTooLargeError,
     StoreFailedError,
 )
-from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, body_total, set_level
+from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, body_total
 from warren.kernel.journal_codec import MOST_PRODUCER_BYTES
 from warren.storage import compaction
 from warren.storage.checkpoint import Checkpoint
@@ -52,7 +52,6 @@ _PAUSE_EVERY_BYTES = 512 * 1024
 _PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.05
 _SWEEP_SECONDS = 2.0  # between two looks for segments with nothing in them
-_ONE = (None,)  # message
 _CHECKPOINT_SLACK = 4096  # bytes for headers, carried records and FLOOR
 
 __all__ = ["DURABILITIES", "StoredQueue", "VhostStore"]
@@ -288,14 +287,11 @@ class VhostStore(VhostTransactions):
             raise ValueError(
                 f"a producer's name of {len(producer)} characters; at most {MOST_PRODUCER_BYTES} bytes fit"
             )
-        arriving = [(queue, _ONE) for queue in queues]
         while True:
             with self.lock:
-                if self.may_begin(arriving):
-                    entries = self._copies(queues, head, body, persistent, published_at, expiry, times_to_live)
-                    set_level(entries, level)
-                    if any(entry.flags & PERSISTENT for entry in entries):
-                        self._append_fanout(queues, entries, producer, publishing_id)
+                if self._may_fan_out(queues):
+                    entries = self._copies(queues, head, body, persistent, published_at, expiry, level, times_to_live)
+                    self._append_fanout(queues, entries, producer, publishing_id)
                     failures = accept_each(queues, entries)
                     break
             self.committer.sync()

@@ -163,6 +163,16 @@ class VhostTransactions(VhostOpening):
 
     # -- one message to many queues ----------------------------------------------------------------------------------
 
+    def _may_fan_out(self, queues: list[StoredQueue]) -> bool:
+        """As `may_begin`, for one message to each."""
+        self.committer.check_publish()
+        ready = True
+        for queue in queues:
+            if self.queues.get(queue.record.name) is not queue:
+                self._check_exists(queue)
+            ready = queue.seqs.available(1) and ready  # all of them ask
+        return ready
+
     def _copies(
         self,
         queues: list[StoredQueue],
@@ -171,25 +181,31 @@ class VhostTransactions(VhostOpening):
         persistent: bool,
         published_at: int,
         expiry: int,
+        level: int,
         times_to_live: list[int] | None,
     ) -> list[Entry]:
         """An entry of one message for each queue, with its seq_id; those that are to share a stored body do."""
         persistent = persistent and self.durability != "memory"
-        kinds = [backing_kind(queue.record) for queue in queues]
-        durable = [persistent and q.durable and kind != "volatile" for q, kind in zip(queues, kinds, strict=True)]
         large = 4 + len(head) + len(body) >= self.settings.embed_below
-        refers = [large and safe and kind == "variable" for safe, kind in zip(durable, kinds, strict=True)]
-        msg_id = None
-        if any(refers):
-            msg_id = self.store.next_id()
-            self.store.write(msg_id, join_payload(head, body), sum(refers))
+        refers = 0
         entries = []
-        for number, (queue, safe, stored) in enumerate(zip(queues, durable, refers, strict=True)):
-            flags = (PERSISTENT if safe else 0) | (IN_STORE if stored else 0)
+        for number, queue in enumerate(queues):
+            kind = backing_kind(queue.record)
+            flags = PERSISTENT if persistent and queue.record.durable and kind != "volatile" else 0
+            if large and flags and kind == "variable":
+                flags |= IN_STORE
+                refers += 1
             ttl = times_to_live[number] if times_to_live is not None else -1
             ends = expiry if ttl < 0 or 0 < expiry <= published_at + ttl else published_at + ttl
-            seq = queue.seqs.take(1)
-            entries.append(Entry(seq, head, body, flags, published_at, ends, msg_id if stored else None))
+            entry = Entry(queue.seqs.take(1), head, body, flags, published_at, ends)
+            entry.level = level
+            entries.append(entry)
+        if refers:
+            msg_id = self.store.next_id()
+            self.store.write(msg_id, join_payload(head, body), refers)
+            for entry in entries:
+                if entry.flags & IN_STORE:
+                    entry.msg_id = msg_id
         return entries
 
     def _append_fanout(
@@ -201,6 +217,8 @@ class VhostTransactions(VhostOpening):
         for queue, entry in zip(queues, entries, strict=True):
             if entry.flags & PERSISTENT:
                 records.setdefault(entry.flags & IN_STORE, []).append((queue, entry))
+        if not records:
+            return
         name = producer.encode(errors="surrogateescape") if producer is not None else None
         parts = [pairs[i : i + MOST_TARGETS] for pairs in records.values() for i in range(0, len(pairs), MOST_TARGETS)]
 
