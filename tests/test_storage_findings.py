@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 import warren
@@ -30,6 +31,7 @@ from warren.library import Store
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.lock import DirectoryLock
 from warren.storage.stage_file import StageReader, StageWriter
+from warren.storage.store_index import LmdbIndex
 from warren.storage.variable_queue import VariableQueue
 from warren.storage.vhost_store import StoredQueue, VhostStore
 
@@ -412,6 +414,38 @@ def test_a_start_that_fails_leaves_no_file_open(tmp_path, monkeypatch, index, cl
     assert descriptors() == before
     again = open_engine(str(tmp_path), store_index=index)
     assert len(again.get("q").backing) == 40
+    again.close()
+
+
+def test_a_store_whose_index_lmdb_could_not_write_has_failed(tmp_path):
+    """Each sync said so, and everything else went on, with an index that had lost changes."""
+
+    class NoRoom:
+        def __init__(self, transaction: lmdb.Transaction) -> None:
+            self._transaction = transaction
+
+        def commit(self) -> None:
+            self._transaction.abort()
+            raise lmdb.DiskError("No space left on device")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._transaction, name)
+
+    store = open_engine(str(tmp_path), store_index="lmdb")
+    queue = store.declare("q")
+    publish(store, queue, [LARGE] * 3)
+    store.sync()
+    publish(store, queue, [LARGE])
+    index = store.store.index
+    assert isinstance(index, LmdbIndex)
+    index._txn = NoRoom(index._txn)
+    with pytest.raises(StoreFailedError):
+        store.sync()
+    with pytest.raises(StoreFailedError):
+        store.reserve(queue, 1)
+    store.abandon()
+    again = open_engine(str(tmp_path), store_index="lmdb")
+    assert len(again.get("q").backing) == 3
     again.close()
 
 

@@ -395,8 +395,14 @@ class VhostOpening:
 
     def _store_index(self, path: str) -> StoreIndex:
         if self.settings.store_index == "lmdb":
-            return LmdbIndex(os.path.join(path, "index.lmdb"))
+            return LmdbIndex(os.path.join(path, "index.lmdb"), self._index_failed)
         return TableIndex()
+
+    def _index_failed(self, error: Exception) -> None:
+        """What was changed since its last commit is gone: only recovery, which counts anew, helps."""
+        committer: Committer | None = getattr(self, "committer", None)
+        if committer is not None:  # else the start fails
+            committer.fail(error)
 
     def _drop_missing(self, indexes: dict[int, QueueIndex], found: dict[int, StreamRecovery]) -> None:
         """Messages whose stored body is not there."""
