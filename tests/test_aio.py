@@ -398,16 +398,15 @@ async def test_a_cancelled_commit_is_finished_before_the_task_ends(tmp_path):
     async with warren.aio.open(tmp_path) as store:
         queue = await store.queue("q")
         started, release = threading.Event(), threading.Event()
-        committer = store.blocking.engine.committer
-        sync = committer.sync
+        engine = store.blocking.engine
+        may_begin = engine.may_begin
 
-        def slow(lsn: int | None = None) -> None:
-            if lsn is not None:  # the transaction's
-                started.set()
-                release.wait(30)
-            sync(lsn)
+        def slow(*arguments: object) -> bool:
+            started.set()
+            release.wait(30)
+            return may_begin(*arguments)
 
-        committer.sync = slow
+        engine.may_begin = slow
 
         async def move() -> None:
             async with store.transaction() as tx:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.faulty_disk import FaultyDisk
-from tests.small_engine import TINY, fetch, open_engine, publish
+from tests.small_engine import TINY, StandIn, fetch, open_engine, publish
 from warren.errors import QueueNotFoundError
 from warren.kernel.entry import PERSISTENT, Entry
 from warren.kernel.journal_codec import DEDUP
@@ -108,7 +108,7 @@ def delete_while_it_waits(store: VhostStore, monkeypatch: pytest.MonkeyPatch, re
         if redeclared:
             store.declare("q")
 
-    monkeypatch.setattr(store.committer, "sync", deleted_meanwhile)
+    monkeypatch.setattr(store, "committer", StandIn(store.committer, sync=deleted_meanwhile))
 
 
 def use_up_seq_ids(queue: StoredQueue) -> None:

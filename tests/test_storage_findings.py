@@ -18,7 +18,7 @@ import pytest
 import warren
 import warren.aio
 from tests.faulty_disk import FaultyDisk
-from tests.small_engine import TINY, fetch, make_entries, open_engine, publish
+from tests.small_engine import TINY, StandIn, fetch, make_entries, open_engine, publish
 from warren.cli.view import copy_durable
 from warren.errors import (
     DiskFullError,
@@ -74,7 +74,7 @@ def refuse_to_sync(store: warren.Store, patch: pytest.MonkeyPatch, error: BaseEx
             raise error
         sync(lsn)
 
-    patch.setattr(store.engine.committer, "sync", refuse)
+    patch.setattr(store.engine, "committer", StandIn(store.engine.committer, sync=refuse))
 
 
 def end(transaction: warren.Transaction, error: type[BaseException]) -> None:
@@ -204,9 +204,10 @@ def test_a_thread_called_away_behind_the_records_of_a_transaction_does_not_leave
     """Its records were in the journal, and what makes its messages visible was never asked for."""
     queue = store.declare("q")
     [entry] = make_entries(store, queue, [b"c"], persistent=True)
-    monkeypatch.setattr(store.journal, "after", call_away)
-    with pytest.raises(Called):
-        store.transact([(queue, entry)], [])
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "journal", StandIn(store.journal, after=call_away))
+        with pytest.raises(Called):
+            store.transact([(queue, entry)], [])
     with pytest.raises(StoreFailedError):
         store.sync()
 
