@@ -521,7 +521,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
         ]
         chosen = [(name, self._pick(self.queues[name].in_state(PENDING), picks)) for name, picks in acks]
         added = [(name, entry, self._as_messages(name, [entry])) for name, entry in entries]
-        begin = self.store._begin_transaction
+        begin = self.store.begin_transaction
         appended: list[object] = []
 
         def noted(*arguments: Any) -> object:
@@ -529,7 +529,7 @@ class BackingQueueMachine(RuleBasedStateMachine):
             return appended[0]
 
         try:
-            with self._power(), mock.patch.object(self.store, "_begin_transaction", noted):
+            with self._power(), mock.patch.object(self.store, "begin_transaction", noted):
                 seqs = self.store.transact(
                     [(self.store.get(name), entry) for name, entry in entries],
                     [(self.store.get(name), [message.seq for message in messages]) for name, messages in chosen],

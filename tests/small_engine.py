@@ -32,6 +32,17 @@ TINY = EngineSettings(
 HEAD = b"head"
 
 
+class StandIn:
+    """An object with some methods replaced: those of compiled classes do not let themselves be patched."""
+
+    def __init__(self, original: object, **methods: Any) -> None:
+        self._original = original
+        self.__dict__.update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
 def shm() -> str | None:
     """Where real files cost least; None: wherever temporary files go."""
     return "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None

@@ -398,14 +398,15 @@ async def test_a_cancelled_commit_is_finished_before_the_task_ends(tmp_path):
     async with warren.aio.open(tmp_path) as store:
         queue = await store.queue("q")
         started, release = threading.Event(), threading.Event()
-        transact = store.blocking.engine.transact
+        engine = store.blocking.engine
+        may_begin = engine.may_begin
 
-        def slow(*arguments: object) -> list[int]:
+        def slow(*arguments: object) -> bool:
             started.set()
             release.wait(30)
-            return transact(*arguments)
+            return may_begin(*arguments)
 
-        store.blocking.engine.transact = slow
+        engine.may_begin = slow
 
         async def move() -> None:
             async with store.transaction() as tx:

@@ -242,6 +242,7 @@ NOT_A_QUEUES_OWN = {
     "ack_committed": "",
     "checkout": "a lease's, with no record or half of one: as a transaction; a test below",
     "settle": "",
+    "prepare_requeue": "the first half of `requeue`, which calls it",
     "spill": "a reader's of Spark, as the next ones: they change nothing, and it is told",
     "fold": "",
     "pending_pairs": "",

@@ -11,7 +11,7 @@ from tests.small_engine import HEAD, crash_and_reopen, fetch, make_entries, open
 from warren.kernel.entry import Entry
 from warren.kernel.journal_codec import MOST_TARGETS, RecordBuffer
 from warren.kernel.overlay import HIDDEN, Overlay
-from warren.storage import vhost_store
+from warren.storage import vhost_transactions
 from warren.storage.variable_queue import VariableQueue
 from warren.storage.vhost_store import VhostStore
 
@@ -155,7 +155,7 @@ def test_a_volatile_queue_survives_a_clean_stop_as_a_name(store: VhostStore, dis
 def test_a_fan_out_to_very_many_queues_is_some_records_and_all_or_nothing(
     store: VhostStore, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vhost_store, "MOST_TARGETS", 3)
+    monkeypatch.setattr(vhost_transactions, "MOST_TARGETS", 3)
     queues = [store.declare(f"q{n}") for n in range(8)]
     store.fan_out(queues, HEAD, b"to all", persistent=True, published_at=1, producer="p" * 255, publishing_id=1)
     store.sync()

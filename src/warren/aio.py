@@ -35,7 +35,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from warren import library
-from warren.errors import InvalidArgumentError, QueueNotFoundError, StoreClosedError
+from warren.errors import InvalidArgumentError, QueueNotFoundError, StoreClosedError, WarrenError
 from warren.queueing import message as blocking_message
 from warren.queueing import queue as blocking_queue
 from warren.storage.settings import EngineSettings
@@ -245,7 +245,7 @@ class Queue:
         self._woken = False
         try:
             self._wake(len(self.blocking))
-        except (StoreClosedError, QueueNotFoundError):
+        except WarrenError:  # closed, deleted, failed: they are told what it is
             self._wake(len(self._getters))
 
     def _wake(self, count: int) -> None:

@@ -24,9 +24,10 @@ from warren.errors import (
 from warren.kernel.entry import Entry
 from warren.queueing.arguments import QueueArguments
 from warren.queueing.message import Message
-from warren.queueing.queue import UNNUMBERED, Queue
+from warren.queueing.queue import Queue
 from warren.storage.settings import EngineSettings
 from warren.storage.vhost_store import StoredQueue, VhostStore
+from warren.storage.vhost_transactions import Arrival
 
 
 class Store:
@@ -39,6 +40,12 @@ class Store:
         for stored in list(engine.queues.values()):
             self._handle(stored)
         _remove_stale_snapshots(engine.root)
+        engine.when_failed = self._failed
+
+    def _failed(self) -> None:
+        """Nothing will arrive any more: who waits for a message is told."""
+        for handle in list(self._handles.values()):
+            handle.look()
 
     @property
     def vhost(self) -> str:
@@ -172,6 +179,7 @@ class Transaction:
         self._store = store
         self._publishes: list[tuple[Queue, Entry]] = []
         self._acks: dict[Queue, list[Message]] = {}
+        self._acked: set[int] = set()  # the ids of those messages: a list would be looked through for each
         self._done = False
         self.seq_ids: list[int] = []  # of the publishes, after the commit
 
@@ -202,10 +210,10 @@ class Transaction:
             raise InvalidArgumentError(f"a Message is needed, not {type(message).__name__}: {message!r:.60}")
         if message.queue._store is not self._store.engine:
             raise MessageStateError(f"{message!r} is of another store; a transaction is of one")
-        acked = self._acks.setdefault(message.queue, [])
-        if message.settled or any(message is other for other in acked):
+        if message.settled or id(message) in self._acked:
             raise MessageStateError(f"{message!r} was settled before")
-        acked.append(message)
+        self._acks.setdefault(message.queue, []).append(message)
+        self._acked.add(id(message))
 
     def _check_open(self) -> None:
         if self._done:
@@ -227,27 +235,52 @@ class Transaction:
         arrived: dict[Queue, list[Entry]] = {}
         for queue, entry in self._publishes:
             arrived.setdefault(queue, []).append(entry)
-        settled: list[Message] = []
-        try:
+
+        def announce() -> None:
+            """By whoever commits it: perhaps another thread, long after this one gave up waiting for room on the disk."""
+            for queue, entries in arrived.items():
+                queue.announce(entries)
+
+        # Here it waits, if it has to, and before anything has happened: no message is settled by a transaction that Ctrl-C
+        # kept from its beginning.
+        arriving = [(queue._stored, entries) for queue, entries in arrived.items()]
+        while True:
             with engine.lock:
-                for queue, entries in arrived.items():
-                    queue.check_room(entries)
-                acks = []
-                for queue, messages in self._acks.items():
-                    queue._check()
-                    acks.append((queue._stored, queue._settle(messages)))
-                    settled += messages
-            self.seq_ids = engine.transact([(queue._stored, entry) for queue, entry in self._publishes], acks)
-        except WarrenError as error:
-            # Refused as a whole, unless its records wait for room on a full disk: then it happens with the next sync.
-            # (After a failed write nobody knows, and nothing can be settled before the next start.)
-            begun = all(entry.seq != UNNUMBERED for _, entry in self._publishes)
-            if not (isinstance(error, DiskFullError) and begun):
-                for message in settled:
-                    message.settled = False
+                if engine.may_begin(arriving):
+                    for queue, entries in arrived.items():
+                        queue.check_room(entries)
+                    lsn = self._begin(arriving, announce)
+                    break
+            engine.committer.sync()
+        try:
+            if lsn is not None:
+                engine.committer.sync(lsn)
+        except DiskFullError:  # its records wait for room: it happens with the next sync
             raise
-        for queue, entries in arrived.items():
-            queue.announce(entries)
+        except WarrenError:  # nobody knows, and nothing can be settled before the next start
+            for messages in self._acks.values():
+                _unsettle(messages)
+            raise
+        self.seq_ids = [entry.seq for _, entry in self._publishes]
+        for queue in arrived:
+            queue.trim()
+
+    def _begin(self, arriving: list[Arrival], done: Callable[[], None]) -> int | None:
+        """Settle its messages and append its records, or neither. Requires: the lock, reserved seq_ids."""
+        for queue in self._acks:
+            queue._check()
+        unsettled = [message for messages in self._acks.values() for message in messages if not message.settled]
+        try:
+            acks = [(queue._stored, queue._settle(messages)) for queue, messages in self._acks.items()]
+            return self._store.engine.begin_transaction(arriving, acks, done)
+        except BaseException:  # then nothing has begun, or the store has failed
+            _unsettle(unsettled)
+            raise
+
+
+def _unsettle(messages: list[Message]) -> None:
+    for message in messages:
+        message.settled = False
 
 
 class Snapshot:
@@ -331,7 +364,12 @@ def open(  # the name is the public one
         )
     directory = os.path.abspath(directory)
     try:
-        return Store(VhostStore(directory, vhost, durability=durability, settings=settings, progress=progress))
+        engine = VhostStore(directory, vhost, durability=durability, settings=settings, progress=progress)
+        try:
+            return Store(engine)
+        except BaseException:
+            engine.close()  # else its lock would keep the next one out
+            raise
     except OSError as error:
         raise _clear_error(directory, error) from error
     except StoreFailedError as error:  # the engine's word for any OSError of a start

@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterator
 
 import warren
 from warren.errors import StoreLockedError, StorePathError
+from warren.storage.disk import Disk
 from warren.storage.layout import HEADER_BYTES, INDEX_MAGIC, hashed, unpack_header
 from warren.storage.lock import DirectoryLock, in_use
 from warren.storage.recovery_terms import TERMS_NAME
 from warren.storage.running_node import node_of_vhost
 from warren.storage.settings import EngineSettings
+from warren.storage.snapshot import copy_files
 from warren.storage.store_format import TermsError
 from warren.storage.verify import vhost_roots
 
-_DURABLE_PARTS = ("journal", "msg_store_persistent", "queues")
+_DURABLE_PARTS = ("journal", "msg_store_persistent", "queues", "stages")
 _DURABLE_FILES = (".vhost", "meta.db", "meta.db-wal")
 _VIEW = "view-"
 
@@ -165,7 +167,8 @@ def copy_durable(source: str, target: str, vhost: str | None, progress: Copying,
     (which gets the path of the copy) returned."""
     if os.path.exists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise StorePathError(f"{target} exists and is not an empty directory; give one that is new or empty")
-    part = target.rstrip("/") + ".part"
+    disk = Disk()
+    part = os.path.abspath(target) + ".part"
     if os.path.exists(part):
         raise StorePathError(f"{part} is there, from a copy that was cut off; remove it first")
     try:
@@ -173,44 +176,17 @@ def copy_durable(source: str, target: str, vhost: str | None, progress: Copying,
             roots = find_roots(source, vhost)
             for root in roots:
                 stack.enter_context(undisturbed(root))
-            count = _copy_files(source, part, [path for root in roots for path in durable_files(root)], progress)
+            files = [path for root in roots for path in durable_files(root)]
+            total = sum(os.path.getsize(path) for path in files)
+            progress(0, total)
+            copy_files(disk, source, part, files, lambda done: progress(done, total))
         check(part)
-        _sync_tree(part)
         if os.path.isdir(target):
-            os.rmdir(target)
-        os.rename(part, target)
-        _sync_directory(os.path.dirname(os.path.abspath(target)))
+            disk.rmdir(target)
+        disk.rename(part, target)
+        disk.sync_dir(os.path.dirname(part))
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            disk.remove_tree(part)
         raise
-    return count
-
-
-def _copy_files(source: str, target: str, files: list[str], progress: Copying) -> int:
-    total = sum(os.path.getsize(path) for path in files)
-    done = 0
-    os.makedirs(target)
-    for path in files:
-        progress(done, total)
-        copy = os.path.join(target, os.path.relpath(path, source))
-        os.makedirs(os.path.dirname(copy), exist_ok=True)
-        shutil.copyfile(path, copy)
-        done += os.path.getsize(copy)
-    progress(total, total)
     return len(files)
-
-
-def _sync_tree(directory: str) -> None:
-    for place, _, names in os.walk(directory):
-        for name in names:
-            with open(os.path.join(place, name), "rb") as file:
-                os.fsync(file.fileno())
-        _sync_directory(place)
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

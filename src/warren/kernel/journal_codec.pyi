@@ -73,4 +73,5 @@ def replay(
     reserved: dict[int, int],
     others: list[tuple[int, Any]],
     damaged: list[tuple[int, int]],
+    summed: list[int] | None = None,
 ) -> tuple[int, int, int, int]: ...

@@ -384,7 +384,7 @@ cdef class _Sums:
     cdef Py_ssize_t start
     cdef uint32_t *sums
     cdef uint32_t powers[POWERS]
-    cdef uint64_t lies                  # bytes of groups that had a true CRC and were not whole
+    cdef uint64_t lies, summed          # bytes of groups that had a true CRC and were not whole; bytes read to answer
 
     def __cinit__(self, bytes data not None, Py_ssize_t start):
         """Requires: `data` lives longer."""
@@ -406,6 +406,7 @@ cdef class _Sums:
 
     cdef uint32_t upto(self, Py_ssize_t at) noexcept:
         cdef Py_ssize_t i = at // STRIDE
+        self.summed += at - i * STRIDE
         return warren_crc(self.sums[i], self.data + i * STRIDE, at - i * STRIDE)
 
     cdef uint32_t of(self, Py_ssize_t at, uint32_t length) noexcept:
@@ -413,6 +414,7 @@ cdef class _Sums:
         cdef int k = 3
         at -= self.start
         if length <= 2 * STRIDE:
+            self.summed += length
             return warren_crc(0, self.data + at, length)
         while left:
             if left & 1:
@@ -551,20 +553,19 @@ def read_publishes(bytes rows not None, bytes data not None, uint64_t base, list
 
 
 def replay(bytes data not None, Py_ssize_t start, uint32_t file, dict overlays not None, dict acks not None,
-           dict counts not None, dict reserved not None, list others not None, list damaged not None):
+           dict counts not None, dict reserved not None, list others not None, list damaged not None, list summed=None):
     """Apply a journal file from offset `start`.
 
     `overlays` holds an Overlay for each known sid; records of other sids are dropped. Acks go to the RangeSet of
     `acks` for the segments' part, and kill rows here. `counts` gets {sid: {seq: delivery count}}, `reserved`
     {uid: upto}, `others` (type, body) in order, also ("dedup", sid, producer, id). What cannot be read goes to
-    `damaged` as (offset, length); reading goes on at the next block or record that checks out.
-    Returns (last lsn, blocks, records, dropped records)."""
+    `damaged` as (offset, length); reading goes on at the next block or record that checks out. `summed` gets the number
+    of bytes that such a search read for its sums. Returns (last lsn, blocks, records, dropped records)."""
     cdef unsigned char *p = <unsigned char *>PyBytes_AS_STRING(data)
-    cdef Py_ssize_t at = start, size = PyBytes_GET_SIZE(data), bad = -1
+    cdef Py_ssize_t at = start, size = PyBytes_GET_SIZE(data), bad = -1, blocks = 0, records = 0, dropped = 0
     cdef uint64_t lsn = 0
     cdef uint32_t length
     cdef _Sums sums = None            # once there was damage
-    cdef Py_ssize_t blocks = 0, records = 0, dropped = 0
     while at < size:
         if _block(p + at, size - at):
             if bad >= 0:
@@ -585,14 +586,15 @@ def replay(bytes data not None, Py_ssize_t start, uint32_t file, dict overlays n
         else:
             if sums is None:
                 sums = _Sums(data, at)
-            if bad < 0:
-                bad = at
+            bad = at if bad < 0 else bad
             at += 1
     if bad >= 0:
         while bad < size and p[size - 1] == 0:     # zeros at the end were never written
             size -= 1
         if bad < size:
             damaged.append((bad, size - bad))
+    if summed is not None:
+        summed.append(sums.summed if sums is not None else 0)
     return lsn, blocks, records, dropped
 
 

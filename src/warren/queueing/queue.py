@@ -218,12 +218,15 @@ class Queue:
             self._make_room(len(entries), entries)
 
     def announce(self, entries: list[Entry]) -> None:
-        """Messages arrived by another way than `publish`: a transaction."""
+        """Messages arrived by another way than `publish`: a transaction. Nothing in here can fail. Requires: the lock."""
+        self._expiring = self._expiring or any(entry.expiry for entry in entries)
+        self._announce(len(entries))
+
+    def trim(self) -> None:
+        """Back to its limits, after messages arrived by another way than `publish`."""
         with self._store.lock:
-            self._expiring = self._expiring or any(entry.expiry for entry in entries)
-            if self._limited:
+            if self._limited and not self._deleted:
                 self._limits.drop_head(self._backing)
-            self._announce(len(entries))
 
     def _announce(self, count: int) -> None:
         """Wake those who wait for messages. Requires: the lock."""
@@ -365,8 +368,13 @@ class Queue:
         backing, now = self._backing, time.time_ns() // 1000
         messages: list[Message] = []
         while len(messages) < count:
-            self._limits.drop_expired(backing, now)
-            entries = backing.fetch(count - len(messages))
+            try:
+                self._limits.drop_expired(backing, now)
+                entries = backing.fetch(count - len(messages))
+            except OSError:
+                if not messages:
+                    raise
+                break  # those before are handed out; who comes again is told
             if not entries:
                 break
             gone = self._limits.expired_among(entries, now)
@@ -564,6 +572,11 @@ class Queue:
         """The queue was deleted, or the store closed: let those who wait go."""
         with self._store.lock:
             self._deleted = True
+            self.look()
+
+    def look(self) -> None:
+        """Have all who wait look what became of the queue."""
+        with self._store.lock:
             self._arrived.notify_all()
             for listener in self._listeners:
                 listener()

@@ -115,7 +115,11 @@ class BackingQueue(Protocol):
         """Forget pending messages; the seq_ids that were pending, in the order given."""
 
     def requeue(self, seqs: list[int], count_delivery: bool = True) -> list[int]:
-        """Put pending messages back where they were; those that were pending."""
+        """Put pending messages back where they were; those that were pending. The disk may refuse what that has to write:
+        then nothing has happened."""
+
+    def prepare_requeue(self, seqs: list[int]) -> None:
+        """Write what a `requeue` of these would have to write first. Only this can be refused, not what follows."""
 
     def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
         """Visit pending messages with their bodies; they stay pending."""

@@ -8,7 +8,8 @@ Rules:
    for a name (create, rename, link, unlink), after `sync_dir` of its directory.
 3. No call overwrites bytes that were synced. `pwrite` fills holes and appends; there is no truncate.
 
-SQLite and LMDB do their own file access and are outside this interface; they are trusted to be atomic.
+Outside of this interface: SQLite and LMDB, which do their own file access and are trusted to be atomic; and the lock of a
+directory (`lock.py`), which is the kernel's, holds against other processes, and of which nothing has to survive.
 """
 
 from __future__ import annotations

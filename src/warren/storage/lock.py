@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -10,6 +11,7 @@ from warren.errors import StoreLockedError
 from warren.storage.running_node import node_of_vhost
 
 _WAITS = (0.005, 0.02)
+_OWNER_BYTES = 32
 
 
 def in_use(root: str, owner: str) -> str:
@@ -25,20 +27,26 @@ def in_use(root: str, owner: str) -> str:
 
 
 class DirectoryLock:
-    """Held from construction to `release`."""
+    """Held from construction to `release`. The file says who has it, for people; that need not be safe, or succeed."""
 
     def __init__(self, path: str) -> None:
+        self._owner = os.getpid()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not self._taken():
-            owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._fd)
-            if owner == str(os.getpid()):
-                raise StoreLockedError(
-                    f"{os.path.dirname(path)} is in use by process {owner}, this one. Share that store, or close it first"
-                ) from None
-            raise StoreLockedError(in_use(os.path.dirname(path), owner)) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            if not self._taken():
+                owner = os.pread(self._fd, _OWNER_BYTES, 0).decode(errors="replace").strip() or "unknown"
+                if owner == str(self._owner):
+                    raise StoreLockedError(
+                        f"{os.path.dirname(path)} is in use by process {owner}, this one. Share that store, or close it first"
+                    )
+                raise StoreLockedError(in_use(os.path.dirname(path), owner))
+            with contextlib.suppress(OSError):  # a full disk: what is on it can be consumed all the same
+                os.pwrite(
+                    self._fd, f"{self._owner}\n".encode().ljust(_OWNER_BYTES), 0
+                )  # over what is there: needs no room
+        except BaseException:
+            self.release()  # else nobody could open the directory as long as this process lives
+            raise
 
     def _taken(self) -> bool:
         """Tries a few times: a reader who wants to know whether there is an owner holds the lock for an instant."""
@@ -52,6 +60,10 @@ class DirectoryLock:
         return False
 
     def release(self) -> None:
+        """Also where a process that was forked meanwhile has the same descriptor: its lock goes, but not by that process."""
         if self._fd >= 0:
+            if os.getpid() == self._owner:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1

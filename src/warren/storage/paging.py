@@ -92,10 +92,12 @@ class Paging(QueueState):
                 break
             if entry.body is None:
                 ahead.append(entry)
-        lost = self._read_bodies(entries + ahead)
-        held, held_bytes = ram_total(ahead)
-        self._ram_count += held
-        self._add_ram(held_bytes)
+        try:
+            lost = self._read_bodies(entries + ahead)
+        finally:  # where it fails, some have their bodies all the same
+            held, held_bytes = ram_total(ahead)
+            self._ram_count += held
+            self._add_ram(held_bytes)
         if not lost:
             return entries
         gone = set(lost)

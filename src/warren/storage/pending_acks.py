@@ -65,8 +65,24 @@ class PendingAcks(Paging):
         self._len -= count
         self._bytes -= body_total(entries)
         if source is self.q3 and not source:
-            self._refill()
+            try:
+                self._refill()
+            except BaseException:
+                self._untake(entries)
+                raise
         return entries
+
+    def _untake(self, entries: list[Entry]) -> None:
+        """What was taken and cannot be handed out is the head again, in the same order. Nothing is read: the disk has just
+        failed at that, or the process has no descriptor left. Requires: nothing was put before it since."""
+        held, held_bytes = ram_total(entries)
+        self._ram_count += held
+        self._add_ram(held_bytes)
+        self._len += len(entries)
+        self._bytes += body_total(entries)
+        if self.q4 and held < len(entries):  # q4 holds none without a body; it was q1 until q3 ran empty
+            self.q1, self.q4 = self.q4, self.q1
+        self._filling("q4" if self.q4 else "q3").extendleft(reversed(entries))
 
     def _pend(self, entries: list[Entry], bodies: int) -> None:
         record_pending(self._ram_pending, entries)
@@ -83,12 +99,16 @@ class PendingAcks(Paging):
 
     def _take_disk_pending(self, seqs: list[int]) -> list[int]:
         """Remove those of `seqs` that are pending on disk and not leased; sorted."""
-        mine = sorted(seq for seq in seqs if seq in self._disk_pending and seq not in self._leased)
+        mine = self._on_disk(seqs)
         if mine:
             before = len(self._disk_pending)
             self._disk_pending.remove_pairs(seq_ranges(mine))
             self._disk_pending_bytes -= self._disk_pending_bytes * (before - len(self._disk_pending)) // before
         return mine
+
+    def _on_disk(self, seqs: list[int]) -> list[int]:
+        """Those of `seqs` that are pending on disk and not leased; sorted, and each once: what it holds is let go once."""
+        return sorted({seq for seq in seqs if seq in self._disk_pending and seq not in self._leased})
 
     # -- ack -----------------------------------------------------------------------------------------------------------
 
@@ -218,23 +238,25 @@ class PendingAcks(Paging):
     # -- requeue -------------------------------------------------------------------------------------------------------
 
     def requeue(self, seqs: list[int], count_delivery: bool = True) -> list[int]:
-        self._page_out_for_delta(seqs)
+        self.prepare_requeue(seqs)
+        loaded = self._load_pending(seqs)
         found, missing = take_pending(self._ram_pending, seqs)
         size, bodies = sizes(found)
         self._unacked_bytes -= bodies
         self._add_ram(-size)
         disk = self._take_disk_pending(missing) if missing else []
+        self._disk_transient.remove_pairs(seq_ranges(disk))
         known = {entry.seq for entry in found}
         known.update(disk)
         if not known:
             return []
         self._mark_returned(sorted(known), count_delivery)
-        entries = found + self._load_pending(disk)
+        entries = found + loaded
         sort_by_seq(entries)
         self._return(entries)
         return [seq for seq in seqs if seq in known]
 
-    def _page_out_for_delta(self, seqs: list[int]) -> None:
+    def prepare_requeue(self, seqs: list[int]) -> None:
         """Transient messages that go back to delta are written before anything changes: the disk may refuse them."""
         if not self.delta_count or not self._ram_pending:
             return
@@ -246,15 +268,19 @@ class PendingAcks(Paging):
         except OSError as error:
             raise self._context.trouble(error) from error
 
-    def _load_pending(self, disk: list[int]) -> list[Entry]:
+    def _load_pending(self, seqs: list[int]) -> list[Entry]:
+        """Those of `seqs` that are pending on disk, before anything has changed: the disk may fail. They are betas; those
+        that will be merged into q4 have their bodies."""
+        disk = self._on_disk(seqs) if self._disk_pending else []
         if not disk:
             return []
-        pairs = seq_ranges(disk)
-        self._disk_transient.remove_pairs(pairs)
-        entries, _ = self.index.load(pairs)
-        for entry in entries:  # betas; a piece that is merged into q4 is filled there
+        entries, _ = self.index.load(seq_ranges(disk))
+        for entry in entries:
             if entry.body is not None:
                 entry.body = entry.head = None
+        whole = [entry for entry in entries if not self.q3 or entry.seq < self.q3[0].seq]
+        if whole:
+            self._read_bodies(whole)
         return entries
 
     def _mark_returned(self, seqs: list[int], count_delivery: bool) -> None:
@@ -340,14 +366,18 @@ class PendingAcks(Paging):
     def checkout(self, limit: int, most_bytes: int) -> dict[int, list[int]]:
         taken: list[Entry] = []
         room = most_bytes
-        while len(taken) < limit and self._len:
-            head = self.peek()
-            assert head is not None
-            if taken and head.body_size > room:
-                break
-            entries = self._take(run_within(self.q4 or self.q3, limit - len(taken), room))
-            room -= body_total(entries)
-            taken += entries
+        try:
+            while len(taken) < limit and self._len:
+                head = self.peek()
+                assert head is not None
+                if taken and head.body_size > room:
+                    break
+                entries = self._take(run_within(self.q4 or self.q3, limit - len(taken), room))
+                room -= body_total(entries)
+                taken += entries
+        except BaseException:
+            self._untake(taken)
+            raise
         if not taken:
             return {}
         self._lend_from_disk(taken, taken)

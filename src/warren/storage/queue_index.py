@@ -12,6 +12,7 @@ An ack goes through two stages, because nothing outside the journal may happen b
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -338,7 +339,9 @@ class QueueIndex:
             damaged: list[int] = []
             path = self.files.path(segment.number, "qi")
             base = segment.number * self.segment_size
-            data = self._handles.read(path, count * SLOT_BYTES, HEADER_BYTES + slot * SLOT_BYTES)
+            data = b""
+            with contextlib.suppress(FileNotFoundError):  # somebody took it away: as if all of it were damaged
+                data = self._handles.read(path, count * SLOT_BYTES, HEADER_BYTES + slot * SLOT_BYTES)
             short = count - len(data) // SLOT_BYTES
             if short:
                 cut = slot + len(data) // SLOT_BYTES

@@ -150,6 +150,9 @@ class SegmentFiles:
         stems = (name.removesuffix(".qi") for name in self._disk.listdir(self._directory) if name.endswith(".qi"))
         return sorted(int(stem) for stem in stems if stem.isdigit())
 
+    def _header(self, number: int, magic: bytes) -> bytes:
+        return pack_header(magic, self.sid, number * self.segment_size, self.segment_size)
+
     def open_append(self, number: int, suffix: str, magic: bytes) -> tuple[DiskFile, bool]:
         """A handle for writing, and whether a name was made, which only `sync_dir` makes safe."""
         path = self.path(number, suffix)
@@ -158,7 +161,7 @@ class SegmentFiles:
         except FileNotFoundError:
             file = self._disk.create(path)
             try:
-                file.append(pack_header(magic, self.sid, number * self.segment_size, self.segment_size))
+                file.append(self._header(number, magic))
             except BaseException:
                 file.close()
                 raise
@@ -167,7 +170,7 @@ class SegmentFiles:
             if file.size >= HEADER_BYTES:
                 return file, False
             # The disk was full when it was made: nobody was told of the name, so no sync has made it safe yet.
-            file.pwrite(pack_header(magic, self.sid, number * self.segment_size, self.segment_size), 0)
+            file.pwrite(self._header(number, magic), 0)
             return file, True
         data = file.pread(file.size, 0)
         file.close()
@@ -292,7 +295,7 @@ class SegmentFiles:
         with contextlib.suppress(OSError):
             file, _ = self.open_append(number, "qi", INDEX_MAGIC)
             try:
-                file.pwrite(pack_header(INDEX_MAGIC, self.sid, number * self.segment_size, self.segment_size), 0)
+                file.pwrite(self._header(number, INDEX_MAGIC), 0)
                 file.sync()
             finally:
                 file.close()

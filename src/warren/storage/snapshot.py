@@ -11,9 +11,8 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from warren.errors import StorePathError
@@ -28,8 +27,11 @@ MANIFEST = "manifest.json"
 TRANSIENTS = "transients.wal"  # messages that are in no other file, as journal records
 _LINKED = ("journal", "msg_store_persistent", "queues", "stages")
 _TRANSIENT = ("msg_store_transient",)
+# Here a file that nothing refers to any more is unlinked without the lock: bodies that are garbage, stages that are done.
+_FLEETING = ("msg_store_persistent", "msg_store_transient", "stages")
 _COPIED = (".vhost",)
 _SKIPPED = ("RESERVE",)
+_SLICE_BYTES = 1024 * 1024  # copied at once
 # Errors that say something about the place of a snapshot, and nothing about the disk.
 _PLACE = (
     errno.EACCES,
@@ -95,7 +97,12 @@ def link_store(disk: Disk, root: str, target: str, *, left_out: Container[str] =
                 continue
             copy = os.path.join(target, relative)
             disk.make_dirs(os.path.dirname(copy))
-            disk.link(path, copy)
+            try:
+                disk.link(path, copy)
+            except FileNotFoundError:
+                if part not in _FLEETING:
+                    raise
+                continue
             count += 1
     for name in _COPIED:
         path = os.path.join(root, name)
@@ -125,14 +132,34 @@ def write_manifest(disk: Disk, target: str, manifest: dict[str, Any]) -> None:
     disk.replace(os.path.join(target, MANIFEST), data)
 
 
-def copy_store(source: str, target: str) -> int:
-    """Copy a snapshot's data directory to a place of its own, bytes and all; how many files. For backups."""
-    count = 0
+def copy_files(
+    disk: Disk, source: str, target: str, files: Iterable[str], progress: Callable[[int], None] = lambda done: None
+) -> None:
+    """Copy `files`, which lie below `source`, to the same places below `target`, bytes and all: safe when this returns.
+    `progress` gets the bytes done. For backups."""
+    done = 0
+    changed = set(disk.make_dirs(target, sync=False))  # directories that have new names
+    for path in files:
+        copy = os.path.join(target, os.path.relpath(path, source))
+        changed.update(disk.make_dirs(os.path.dirname(copy), sync=False))
+        changed.add(os.path.dirname(copy))
+        done += _copy(disk, path, copy)
+        progress(done)
+    for directory in sorted(changed):
+        disk.sync_dir(directory)
 
-    def copy(path: str, to: str) -> str:
-        nonlocal count
-        count += 1
-        return str(shutil.copy2(path, to))
 
-    shutil.copytree(source, target, copy_function=copy)
-    return count
+def _copy(disk: Disk, path: str, copy: str) -> int:
+    """How many bytes."""
+    source = disk.open_read(path)
+    try:
+        target = disk.create(copy)
+        try:
+            while data := source.pread(_SLICE_BYTES, target.size):
+                target.append(data)
+            target.sync()
+            return target.size
+        finally:
+            target.close()
+    finally:
+        source.close()

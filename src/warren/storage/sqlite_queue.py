@@ -219,6 +219,7 @@ class SqliteQueue:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def fetch(self, count: int, ack_required: bool = True, most_bytes: int = NO_LIMIT) -> list[Entry]:
+        count = min(count, NO_LIMIT)  # SQLite's numbers end there
         if self._ready_bytes > most_bytes:
             count = run_within(self.database.places(f"WHERE state = ? {_IN_ORDER}", READY, count), count, most_bytes)
         entries = self.database.messages(f"WHERE state = ? {_IN_ORDER}", READY, count)
@@ -335,6 +336,9 @@ class SqliteQueue:
         self._ready_bytes += size
         self._rates.entered += len(entries)
         self._settle_down()
+
+    def prepare_requeue(self, seqs: list[int]) -> None:
+        pass
 
     def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
         for seq in seqs:

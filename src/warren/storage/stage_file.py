@@ -26,6 +26,7 @@ from urllib.parse import quote, unquote
 from warren.errors import WarrenError
 from warren.kernel.checksum import crc32c
 from warren.kernel.stage_codec import decode_stage, encode_stage
+from warren.storage.disk import Disk, DiskFile
 from warren.storage.layout import HEADER_BYTES, pack_header
 
 STAGES = "stages"
@@ -33,6 +34,7 @@ SUFFIX = ".stage"
 STAGE_MAGIC = b"WRNG"
 _FOOTER = struct.Struct("<II4s")
 _FOOTER_MAGIC = b"WSTG"
+_MOST_TRIES = 10  # to make a file in a directory that goes when it is empty
 _NAME = re.compile(r"[A-Za-z0-9_~%]+/[A-Za-z0-9_~%-]+\.stage")
 
 
@@ -60,20 +62,21 @@ def stage_directory(root: str, writer: str) -> str:
     return os.path.join(root, STAGES, _quoted(writer))
 
 
-def staged_bytes(root: str, writer: str, batch: str) -> tuple[int, int]:
+def staged_bytes(root: str, writer: str, batch: str, disk: Disk | None = None) -> tuple[int, int]:
     """What all stages of a vhost take on disk, and those of one batch of a writer."""
+    disk = disk or Disk()
     everything = ours = 0
     start = f"{_quoted(batch)}-"
-    own = os.path.basename(stage_directory(root, writer))
-    with contextlib.suppress(FileNotFoundError), os.scandir(os.path.join(root, STAGES)) as writers:
-        for found in writers:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(found.path) as files:
-                for file in files:
-                    with contextlib.suppress(FileNotFoundError):
-                        size = file.stat().st_size
-                        everything += size
-                        if found.name == own and file.name.startswith(start):
-                            ours += size
+    own = stage_directory(root, writer)
+    stages = os.path.join(root, STAGES)
+    for directory in [os.path.join(stages, name) for name in disk.listdir(stages)]:
+        with contextlib.suppress(NotADirectoryError):
+            for name in disk.listdir(directory):
+                with contextlib.suppress(FileNotFoundError):  # renamed, released or dropped meanwhile
+                    size = disk.size(os.path.join(directory, name))
+                    everything += size
+                    if directory == own and name.startswith(start):
+                        ours += size
     return everything, ours
 
 
@@ -88,21 +91,35 @@ def _quoted(text: str) -> str:
 
 
 class StageWriter:
-    """Writes one stage. `finish` makes it durable; without that it leaves nothing."""
+    """Writes one stage. `finish` makes it durable; who does not come to its end calls `drop`, and nothing is left."""
 
-    def __init__(self, root: str, writer: str, batch: str, partition: int, attempt: int) -> None:
+    def __init__(
+        self, root: str, writer: str, batch: str, partition: int, attempt: int, *, disk: Disk | None = None
+    ) -> None:
         directory = stage_directory(root, writer)
         if len(os.path.basename(directory)) > 250:
             raise StageError(f"the name of writer {writer!r} is too long")
-        os.makedirs(directory, exist_ok=True)
         stem = f"{_quoted(batch)}-{partition}-{attempt}-{secrets.token_hex(4)}{SUFFIX}"
         self.name = f"{os.path.basename(directory)}/{stem}"
-        self._path = os.path.join(directory, stem)
-        self._file = open(self._path + ".tmp", "wb")  # noqa: SIM115  # closed by finish or drop
-        self._file.write(pack_header(STAGE_MAGIC, 0))
-        self._exchanges: set[str] = set()
         self.count = 0
         self.size = 0
+        self._disk = disk or Disk()
+        self._path = os.path.join(directory, stem)
+        self._exchanges: set[str] = set()
+        self._file = self._create(directory)
+        try:
+            self._file.append(pack_header(STAGE_MAGIC, 0))
+        except BaseException:
+            self.drop()
+            raise
+
+    def _create(self, directory: str) -> DiskFile:
+        """The release of the batch before removes the directory where it is empty, perhaps between these two calls."""
+        for _ in range(_MOST_TRIES):
+            self._disk.make_dirs(directory, sync=False)  # `finish` does it
+            with contextlib.suppress(FileNotFoundError):
+                return self._disk.create(self._path + ".tmp")
+        raise StageError(f"{directory} is removed as often as it is made")
 
     def add(self, heads: list[bytes], bodies: list[bytes], exchanges: Iterable[str]) -> None:
         """Some rows; `exchanges` are those that they name."""
@@ -115,7 +132,7 @@ class StageWriter:
     ) -> None:
         """Some rows as Arrow has them: the numbers of their heads among `heads`, where their bodies end, and the bodies."""
         data = encode_stage(heads, numbers, ends, bodies)
-        self._file.write(data)
+        self._file.append(data)
         self.size += len(data)
         self.count += numbers.nbytes // 4
         self._exchanges.update(exchanges)
@@ -123,38 +140,58 @@ class StageWriter:
     def finish(self) -> StageInfo:
         """Durable when this returns."""
         text = json.dumps({"count": self.count, "bytes": self.size, "exchanges": sorted(self._exchanges)}).encode()
-        self._file.write(text + _FOOTER.pack(len(text), crc32c(text), _FOOTER_MAGIC))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.append(text + _FOOTER.pack(len(text), crc32c(text), _FOOTER_MAGIC))
+        self._file.sync()
         self._file.close()
-        os.rename(self._path + ".tmp", self._path)
+        self._disk.rename(self._path + ".tmp", self._path)
         directory = self._path
         for _ in range(3):  # the writer's, that of all stages, the vhost's
             directory = os.path.dirname(directory)
-            _sync_directory(directory)
+            self._disk.sync_dir(directory)
         return StageInfo(self.count, self.size, tuple(sorted(self._exchanges)))
 
     def drop(self) -> None:
+        """Also where `finish` has failed, wherever that was. What cannot be removed goes with the stages that nobody
+        decides about."""
         self._file.close()
-        os.unlink(self._path + ".tmp")
+        for path in (self._path + ".tmp", self._path):
+            with contextlib.suppress(OSError):
+                self._disk.unlink(path)
 
 
-def read_info(path: str) -> StageInfo:
+def read_info(path: str, disk: Disk | None = None) -> StageInfo:
     """The footer of a stage. Raises StageError."""
+    file, info = _open_stage(path, disk or Disk())
+    file.close()
+    return info
+
+
+def _open_stage(path: str, disk: Disk) -> tuple[DiskFile, StageInfo]:
+    """For reading, and what its footer says. Raises StageError."""
     try:
-        with open(path, "rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - _FOOTER.size))
-            length, crc, magic = _FOOTER.unpack(file.read(_FOOTER.size))
-            if magic != _FOOTER_MAGIC or length > end:
-                raise StageError(f"stage {path} is cut short")
-            file.seek(end - _FOOTER.size - length)
-            text = file.read(length)
-    except (FileNotFoundError, struct.error) as error:  # any other error of the disk may pass
+        file = disk.open_read(path)
+    except FileNotFoundError as error:  # any other error of the disk may pass
         raise StageError(f"stage {path} cannot be read: {error}") from None
+    try:
+        return file, _footer_of(file)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _footer_of(file: DiskFile) -> StageInfo:
+    end = file.size - _FOOTER.size
+    if end < HEADER_BYTES:
+        raise StageError(f"stage {file.path} is cut short")
+    length, crc, magic = _FOOTER.unpack(file.pread(_FOOTER.size, end))
+    if magic != _FOOTER_MAGIC or length > end - HEADER_BYTES:
+        raise StageError(f"stage {file.path} is cut short")
+    text = file.pread(length, end - length)
     if crc32c(text) != crc:
-        raise StageError(f"stage {path} is damaged at its end")
+        raise StageError(f"stage {file.path} is damaged at its end")
     said = json.loads(text)
+    if HEADER_BYTES + said["bytes"] + length != end:
+        raise StageError(f"stage {file.path} has not the {said['bytes']} bytes of rows that its end says")
     return StageInfo(said["count"], said["bytes"], tuple(said["exchanges"]))
 
 
@@ -170,11 +207,10 @@ class StageRows(NamedTuple):
 class StageReader:
     """Reads the rows of a stage from any record on."""
 
-    def __init__(self, path: str) -> None:
-        self.info = read_info(path)
+    def __init__(self, path: str, disk: Disk | None = None) -> None:
         self._path = path
+        self._file, self.info = _open_stage(path, disk or Disk())
         self._end = HEADER_BYTES + self.info.size
-        self._file = open(path, "rb")  # noqa: SIM115  # closed by close
 
     def read(self, offset: int, most: int, most_bytes: int) -> StageRows:
         """Up to `most` rows from `offset` on; 0: from the first."""
@@ -182,8 +218,7 @@ class StageReader:
         rows = StageRows([], [], [], [])
         size = most_bytes
         while start < self._end:
-            self._file.seek(start)
-            data = self._file.read(min(size, self._end - start))
+            data = self._file.pread(min(size, self._end - start), start)
             needed = decode_stage(data, most, *rows)
             if rows.ends:
                 break
@@ -199,11 +234,3 @@ class StageReader:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

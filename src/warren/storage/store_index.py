@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import lmdb
@@ -221,12 +221,13 @@ class LmdbIndex:
     transaction may be used by one thread after the other.
     """
 
-    __slots__ = ("_changes", "_count", "_env", "_path", "_txn")
+    __slots__ = ("_changes", "_count", "_env", "_failed", "_path", "_txn")
 
     kind = INDEX_LMDB
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, failed: Callable[[Exception], None] = lambda error: None) -> None:
         self._path = path
+        self._failed = failed  # told when LMDB has dropped changes that cannot be repeated
         # Opened by `clear` or `restore` only: LMDB must never be shown a file that a power loss tore.
         self._env: lmdb.Environment | None = None
         self._txn: lmdb.Transaction | None = None
@@ -373,6 +374,7 @@ class LmdbIndex:
         try:
             self._rows.commit()
         except lmdb.Error as error:
+            self._failed(error)
             raise StoreFailedError(f"the index in {self._path} could not be written: {error}") from error
         self._txn = self._env.begin(write=True)
         self._changes = 0

@@ -260,7 +260,7 @@ class VariableQueue(PendingAcks):
             if entries and source[0].body_size > room:
                 break
             wanted = count - len(entries)
-            some = self._fill(self._take(run_within(source, wanted, room) if self._bytes > room else wanted))
+            some = self._take_filled(run_within(source, wanted, room) if self._bytes > room else wanted, entries)
             room -= body_total(some)
             entries += some
         if not entries:
@@ -273,6 +273,16 @@ class VariableQueue(PendingAcks):
             self._settle_down()
         return entries
 
+    def _take_filled(self, count: int, before: list[Entry]) -> list[Entry]:
+        """As `_take`, with their bodies. Where they cannot be read, they and those taken before are the head again."""
+        taken: list[Entry] = []
+        try:
+            taken = self._take(count)
+            return self._fill(taken)
+        except BaseException:
+            self._untake(before + taken)
+            raise
+
     def _hand_out(self, entries: list[Entry]) -> None:
         """Entries with their bodies, in no container, wait for an ack from now on."""
         size, bodies = sizes(entries)
@@ -284,7 +294,11 @@ class VariableQueue(PendingAcks):
     def drop(self, count: int, ack_required: bool = False) -> list[int]:
         entries: list[Entry] = []
         while len(entries) < count and self._len:
-            entries += self._take(count - len(entries))
+            try:
+                entries += self._take(count - len(entries))
+            except BaseException:
+                self._untake(entries)
+                raise
         self._rates.left += len(entries)
         if ack_required:
             self._lend_from_disk([entry for entry in entries if entry.body is None], entries)
@@ -305,8 +319,15 @@ class VariableQueue(PendingAcks):
     def fetchwhile(
         self, predicate: Callable[[Entry], bool], function: Callable[[Entry, T], T], accumulator: T
     ) -> tuple[Entry | None, T]:
+        begun = False
         while (count := self._run_of(predicate)) > 0:
-            entries = self._fill(self._take(count))  # not `fetch`: in place of one that is damaged it takes the next
+            try:
+                entries = self._take_filled(count, [])  # not `fetch`: in place of one that is damaged it takes the next
+            except OSError:
+                if not begun:
+                    raise
+                break  # those before wait for an ack, and the caller has to know of them; who comes again is told
+            begun = True
             self._hand_out(entries)
             for entry in entries:
                 accumulator = function(entry, accumulator)

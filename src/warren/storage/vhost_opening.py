@@ -150,9 +150,17 @@ class VhostOpening:
             self._keep_segment_size()
             self._recover(self.settings)
         except BaseException:
-            self._close_databases()
-            self.metadata.close()
+            self._close_files()
             raise
+
+    def _close_files(self) -> None:
+        """Let go of all files: whoever tries again, in this process, needs them, and as many descriptors."""
+        self._close_databases()
+        for name in ("_handles", "journal", "store", "transient_store"):
+            opened = getattr(self, name, None)  # a start may fail before it is there
+            if opened is not None:
+                opened.close()
+        self.metadata.close()
 
     def _keep_segment_size(self) -> None:
         """The number of seq_ids in a segment is fixed when the vhost is made: it says where every slot is."""
@@ -177,6 +185,8 @@ class VhostOpening:
         records = [record for record in self.metadata.queues() if record.durable]
         self._prepare_memory(records)
         taken = self._take_terms(records)
+        if taken is not None:
+            self.store = taken[1]
         indexes: dict[int, QueueIndex] = {}
         replayed: JournalReplay | None = None
         if taken is None:
@@ -385,8 +395,14 @@ class VhostOpening:
 
     def _store_index(self, path: str) -> StoreIndex:
         if self.settings.store_index == "lmdb":
-            return LmdbIndex(os.path.join(path, "index.lmdb"))
+            return LmdbIndex(os.path.join(path, "index.lmdb"), self._index_failed)
         return TableIndex()
+
+    def _index_failed(self, error: Exception) -> None:
+        """What was changed since its last commit is gone: only recovery, which counts anew, helps."""
+        committer: Committer | None = getattr(self, "committer", None)
+        if committer is not None:  # else the start fails
+            committer.fail(error)
 
     def _drop_missing(self, indexes: dict[int, QueueIndex], found: dict[int, StreamRecovery]) -> None:
         """Messages whose stored body is not there."""
@@ -544,10 +560,11 @@ class VhostOpening:
                 log.warning("queue directory %s is not in the metadata: moved to lost+found", name)
         self._empty_trash()
 
-    def _empty_trash(self) -> None:
-        """Best effort: the next start tries again."""
+    def _empty_trash(self, name: str = "") -> None:
+        """All of it at a start, later only what is called `name`: another delete may be about to put something there, and
+        would find the directory gone. Best effort: the next start tries again."""
         with contextlib.suppress(OSError):
-            self.disk.remove_tree(os.path.join(self.root, "trash"))
+            self.disk.remove_tree(os.path.join(self.root, "trash", name))
 
     def _log_damage(self, line: dict[str, object]) -> None:
         # After a kill the journal ends in the middle of what nobody was promised: nothing to be alarmed about.

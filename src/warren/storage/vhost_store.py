@@ -24,8 +24,7 @@ from warren.errors import (
     StoreFailedError,
 )
 from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, body_total
-from warren.kernel.journal_codec import MOST_TARGETS
-from warren.kernel.overlay import LIVE
+from warren.kernel.journal_codec import MOST_PRODUCER_BYTES
 from warren.storage import compaction
 from warren.storage.checkpoint import Checkpoint
 from warren.storage.checkpoint_pace import CheckpointPace, divide_at
@@ -33,8 +32,8 @@ from warren.storage.committer import FULL, Committer
 from warren.storage.context import DEBUG
 from warren.storage.disk import Disk, trim_memory
 from warren.storage.metadata import QueueRecord
-from warren.storage.payload import join_payload
 from warren.storage.priority_queue import PriorityQueue
+from warren.storage.queue_database import QueueDatabase
 from warren.storage.queue_index import QueueIndex
 from warren.storage.queue_terms import is_in_segments, stop_queues
 from warren.storage.recovery import ScanSegments
@@ -42,10 +41,10 @@ from warren.storage.recovery_terms import write_terms
 from warren.storage.seq_ids import SeqIds
 from warren.storage.settings import EngineSettings
 from warren.storage.snapshot import dump_transients, link_store, new_snapshot, write_manifest
-from warren.storage.stored_queue import StoredQueue, backing_kind, journal_target, level_count
+from warren.storage.stored_queue import StoredQueue, backing_kind, level_count
 from warren.storage.variable_queue import VariableQueue
 from warren.storage.vhost_opening import DURABILITIES
-from warren.storage.vhost_transactions import VhostTransactions
+from warren.storage.vhost_transactions import VhostTransactions, accept_each
 
 log = logging.getLogger("warren.storage")
 
@@ -81,6 +80,9 @@ class VhostStore(VhostTransactions):
         self._awake = False  # the thread was told that there is something to commit
         self._closing = False
         self._thread: threading.Thread | None = None
+        self.when_failed: Callable[[], None] = lambda: (
+            None
+        )  # told by the thread, without the lock: some wait for messages
         super().__init__(
             data_directory,
             vhost,
@@ -112,7 +114,7 @@ class VhostStore(VhostTransactions):
         auto_delete: bool = False,
     ) -> StoredQueue:
         """The queue of this name, made if there is none. Durable ones are in the metadata when this returns."""
-        with self.lock:
+        with self.lock, self.disk_errors():
             self.committer.check()
             queue = self.queues.get(name)
             if queue is not None:
@@ -134,8 +136,17 @@ class VhostStore(VhostTransactions):
                 seqs.available(0)  # asks for the first reservation: the first publish finds it, or waits for it
                 self._rouse()
             if backing_kind(record) == "sqlite":
-                return self._add_sqlite_queue(record, self._database(record), seqs)
+                return self._add_sqlite_queue(record, self._new_database(record), seqs)
             return self._add_queue(record, seqs, [self._index(record, n) for n in range(level_count(record))], None)
+
+    def _new_database(self, record: QueueRecord) -> QueueDatabase:
+        """Where its file cannot be made, the queue was not declared: its name is free again."""
+        try:
+            return self._database(record)
+        except BaseException:
+            if record.durable:
+                self.metadata.delete_queue(record.uid)
+            raise
 
     def delete(self, name: str) -> int:
         """Delete a queue and its messages; how many were ready. With a group of the metadata open, the delete of a queue
@@ -159,7 +170,7 @@ class VhostStore(VhostTransactions):
             if has_files:
                 self._to_trash(queue.directory)
         if has_files:
-            self._empty_trash()
+            self._empty_trash(os.path.basename(queue.directory))
         return count
 
     def _to_trash(self, directory: str) -> None:
@@ -269,72 +280,28 @@ class VhostStore(VhostTransactions):
         caller sees to its commit. `failed` is told, at the end, of queues that could not take it; they find it when they are
         built anew from what is on disk.
 
-        `times_to_live` are the queues' own, in microseconds; below 0: none."""
-        for queue in queues:
-            self.reserve(queue, 1)
-        with self.lock:
-            self.committer.check_publish()
-            seqs = [queue.seqs.take(1) for queue in queues]
-            size = 4 + len(head) + len(body)
-            self.check_size(size)
-            persistent = persistent and self.durability != "memory"
-            durable = [persistent and queue.durable and backing_kind(queue.record) != "volatile" for queue in queues]
-            large = size >= self.settings.embed_below
-            refers = [
-                large and safe and backing_kind(queue.record) == "variable"
-                for queue, safe in zip(queues, durable, strict=True)
-            ]
-            msg_id = None
-            if any(refers):
-                msg_id = self.store.next_id()
-                self.store.write(msg_id, join_payload(head, body), sum(refers))
-            entries = []
-            for number, (seq, safe, stored) in enumerate(zip(seqs, durable, refers, strict=True)):
-                flags = (PERSISTENT if safe else 0) | (IN_STORE if stored else 0)
-                ttl = times_to_live[number] if times_to_live is not None else -1
-                ends = expiry if ttl < 0 or 0 < expiry <= published_at + ttl else published_at + ttl
-                entry = Entry(seq, head, body, flags, published_at, ends, msg_id if stored else None)
-                entry.level = level
-                entries.append(entry)
-            if any(durable):
-                self._append_fanout(queues, entries, producer, publishing_id)
-                if producer is not None:
-                    for queue in queues:
-                        self.producers.published(queue.uid, producer, publishing_id, self.journal.buffer.file)
-            failures = []
-            for queue, entry in zip(queues, entries, strict=True):
-                try:
-                    queue.backing.accept([entry])
-                except Exception as error:
-                    if failed is None:
-                        raise
-                    failures.append((queue, error))
+        `times_to_live` are the queues' own, in microseconds; below 0: none. All of them take it, or none: raises
+        QueueNotFoundError where one was deleted. Called without the lock."""
+        self.check_size(4 + len(head) + len(body))
+        if producer is not None and len(producer.encode(errors="surrogateescape")) > MOST_PRODUCER_BYTES:
+            raise ValueError(
+                f"a producer's name of {len(producer)} characters; at most {MOST_PRODUCER_BYTES} bytes fit"
+            )
+        while True:
+            with self.lock:
+                if self._may_fan_out(queues):
+                    entries = self._copies(queues, head, body, persistent, published_at, expiry, level, times_to_live)
+                    self._append_fanout(queues, entries, producer, publishing_id)
+                    failures = accept_each(queues, entries)
+                    break
+            self.committer.sync()
         if wake:
             self.wake()
         for queue, why in failures:
-            assert failed is not None
+            if failed is None:
+                raise why
             failed(queue, why)
         return entries
-
-    def _append_fanout(
-        self, queues: list[StoredQueue], entries: list[Entry], producer: str | None, publishing_id: int
-    ) -> None:
-        """One record; more in a group where some queues refer to the message store and others must not, or where they are
-        too many."""
-        records: dict[int, list[tuple[StoredQueue, Entry]]] = {}
-        for queue, entry in zip(queues, entries, strict=True):
-            if entry.flags & PERSISTENT:
-                records.setdefault(entry.flags & IN_STORE, []).append((queue, entry))
-        buffer = self.journal.buffer
-        name = producer.encode(errors="surrogateescape") if producer is not None else None
-        parts = [pairs[i : i + MOST_TARGETS] for pairs in records.values() for i in range(0, len(pairs), MOST_TARGETS)]
-        if len(parts) > 1:
-            buffer.begin_group()
-        for pairs in parts:
-            targets = [journal_target(queue, entry) for queue, entry in pairs]
-            buffer.append_fanout(pairs[0][1], targets, LIVE, publishing_id, name)
-        if len(parts) > 1:
-            buffer.end_group()
 
     def last_publishing_id(self, queue: StoredQueue, producer: str) -> int | None:
         """The highest publishing id that a producer has published to a queue; None also where it was forgotten."""
@@ -524,6 +491,12 @@ class VhostStore(VhostTransactions):
             store.sweep()
 
     def _maintain(self) -> None:
+        self._keep_up()
+        if not self._closing:
+            self.when_failed()
+
+    def _keep_up(self) -> None:
+        """Until the store is closed, or has failed."""
         interval = self.settings.commit_interval
         worked = False
         while not self._closing:
@@ -532,7 +505,7 @@ class VhostStore(VhostTransactions):
             elif worked:  # a quiet second: what the work took goes back to the system
                 worked = False
                 trim_memory()
-            if self._closing:
+            if self._closing or self.committer.failed is not None:
                 return
             time.sleep(interval)
             self._wake.clear()
@@ -653,12 +626,7 @@ class VhostStore(VhostTransactions):
             if self.closed:
                 return
             self.closed = True
-            self._close_databases()
-            self._handles.close()
-            self.journal.close()
-            self.store.close()
-            self.transient_store.close()
-            self.metadata.close()
+            self._close_files()
             self._directory_lock.release()
 
 

@@ -6,15 +6,16 @@ Each is one record group of the journal, under one CRC, never split: replay appl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from warren.errors import QueueNotFoundError, WarrenError
 from warren.kernel.entry import IN_STORE, PERSISTENT, Entry, renumber
-from warren.kernel.journal_codec import CHECKOUT, LEASE
-from warren.kernel.overlay import HIDDEN
+from warren.kernel.journal_codec import CHECKOUT, LEASE, MOST_TARGETS
+from warren.kernel.overlay import HIDDEN, LIVE
 from warren.storage.backing_queue import Checkout
-from warren.storage.stored_queue import StoredQueue
+from warren.storage.payload import join_payload
+from warren.storage.stored_queue import StoredQueue, backing_kind, journal_target
 from warren.storage.vhost_opening import VhostOpening
 
 Arrival = tuple[StoredQueue, list[Entry]]  # messages for one queue; no queue is there twice
@@ -44,6 +45,14 @@ class VhostTransactions(VhostOpening):
                     return
             self.committer.sync()
 
+    def may_begin(self, arriving: Sequence[tuple[StoredQueue, Sized]]) -> bool:
+        """Is each queue there, with seq_ids for what arrives in it? False: let go of the lock, sync, try again; after a
+        `reserve` without the lock, others may have taken them, or deleted it. Requires: the lock."""
+        self.committer.check_publish() if arriving else self.committer.check()
+        for queue, _ in arriving:
+            self._check_exists(queue)
+        return self.has_seq_ids(arriving)
+
     # -- transactions ------------------------------------------------------------------------------------------------
 
     def transact(
@@ -54,11 +63,12 @@ class VhostTransactions(VhostOpening):
         for queue, entry in publishes:
             grouped.setdefault(queue.name, (queue, []))[1].append(entry)
         arriving = list(grouped.values())
-        for queue, entries in arriving:
-            self.reserve(self.get(queue.name), len(entries))
-        with self.lock:
-            self.committer.check_publish() if publishes else self.committer.check()
-            lsn = self._begin_transaction(arriving, acks, None)
+        while True:
+            with self.lock:
+                if self.may_begin(arriving):
+                    lsn = self.begin_transaction(arriving, acks, None)
+                    break
+            self.committer.sync()
         if lsn is not None:
             self.committer.sync(lsn)
         return [entry.seq for _, entry in publishes]
@@ -69,45 +79,30 @@ class VhostTransactions(VhostOpening):
         acks: list[tuple[StoredQueue, list[int]]],
         done: Callable[[], None],
         state: tuple[int, str, Any] | None = None,
-    ) -> None:
+    ) -> int | None:
         """As `transact`, but returns at once. `done` is called when it is safe and visible: by the thread that committed
-        it, with the lock. `state` (record type, key, value) is put into the ledger as part of it. Requires:
-        `has_seq_ids(arriving)`, under the same lock."""
+        it, with the lock. `state` (record type, key, value) is put into the ledger as part of it. Returns the LSN whose sync
+        makes it safe; None: it is done. Requires: `has_seq_ids(arriving)`, under the same lock."""
         with self.lock:
             self.committer.check()
-            self._begin_transaction(arriving, acks, done, state)
+            return self.begin_transaction(arriving, acks, done, state)
 
-    def has_seq_ids(self, arriving: list[Arrival]) -> bool:
+    def has_seq_ids(self, arriving: Sequence[tuple[StoredQueue, Sized]]) -> bool:
         """May `transact_later` take its seq_ids now? Asks for reservations; False: try again after a commit."""
         answers = [queue.seqs.available(len(entries)) for queue, entries in arriving]  # all of them ask
         return all(answers)
 
-    def _begin_transaction(
+    def begin_transaction(
         self,
         arriving: list[Arrival],
         acks: list[tuple[StoredQueue, list[int]]],
         done: Callable[[], None] | None,
         state: tuple[int, str, Any] | None = None,
     ) -> int | None:
-        """The LSN whose sync makes it safe; None: there is nothing to wait for. Requires: the lock, reserved seq_ids."""
+        """As `transact_later`. If this raises, and the store has not failed, nothing has happened. Requires: the lock,
+        reserved seq_ids."""
         for queue in (*(queue for queue, _ in arriving), *(queue for queue, _ in acks)):
-            if self._is_deleted(queue):  # since the caller last had the lock; it has taken what it referred to with it
-                raise QueueNotFoundError(f"queue {queue.name!r} in vhost {self.vhost!r} was deleted")
-        for queue, entries in arriving:
-            renumber(entries, queue.seqs.take(len(entries)))
-        if self.durability != "memory":
-            self.journal.buffer.begin_group()
-            try:
-                for queue, entries in arriving:
-                    queue.backing.journal_publish(entries, HIDDEN)
-                for queue, acked in acks:
-                    queue.backing.journal_ack(acked)
-                if state is not None:
-                    self.ledger.put(*state)
-            except BaseException as error:  # half a group, and its acks are done in memory: only recovery helps
-                self.committer.fail(error)
-                raise
-            self.journal.buffer.end_group()
+            self._check_exists(queue)
 
         def apply() -> None:
             for queue, entries in arriving:
@@ -121,11 +116,39 @@ class VhostTransactions(VhostOpening):
             if done is not None:
                 done()
 
+        for queue, entries in arriving:
+            renumber(entries, queue.seqs.take(len(entries)))
         if self.durability == "memory":
             apply()
             return None
-        self.journal.after(apply)
-        return self.journal.appended_lsn
+
+        def append() -> None:
+            for queue, entries in arriving:
+                queue.backing.journal_publish(entries, HIDDEN)
+            for queue, acked in acks:
+                queue.backing.journal_ack(acked)
+            if state is not None:
+                self.ledger.put(*state)
+            self.journal.after(apply)
+
+        self.as_group(append)
+        return self.journal.next_lsn
+
+    def as_group(self, append: Callable[[], None]) -> None:
+        """Make what `append` appends one record, under one CRC. Where that fails, or its thread is called away, there is
+        half a group, which would swallow all that follows, and what it did in memory has no record: only recovery helps.
+        Requires: the lock."""
+        try:
+            self.journal.buffer.begin_group()
+            append()
+            self.journal.buffer.end_group()
+        except BaseException as error:
+            self.committer.fail(error)
+            raise
+
+    def _check_exists(self, queue: StoredQueue) -> None:
+        if self._is_deleted(queue):  # since the caller last had the lock; it has taken what it referred to with it
+            raise QueueNotFoundError(f"queue {queue.name!r} in vhost {self.vhost!r} was deleted")
 
     def _is_deleted(self, queue: StoredQueue) -> bool:
         """By uid: a queue that was restarted is another object, and one of the same name may be another queue."""
@@ -137,6 +160,80 @@ class VhostTransactions(VhostOpening):
         store is still counted."""
         both = IN_STORE | PERSISTENT
         self.store.remove_many([entry.msg_id for entry in entries if entry.flags & both == both])
+
+    # -- one message to many queues ----------------------------------------------------------------------------------
+
+    def _may_fan_out(self, queues: list[StoredQueue]) -> bool:
+        """As `may_begin`, for one message to each."""
+        self.committer.check_publish()
+        ready = True
+        for queue in queues:
+            if self.queues.get(queue.record.name) is not queue:
+                self._check_exists(queue)
+            ready = queue.seqs.available(1) and ready  # all of them ask
+        return ready
+
+    def _copies(
+        self,
+        queues: list[StoredQueue],
+        head: bytes,
+        body: bytes,
+        persistent: bool,
+        published_at: int,
+        expiry: int,
+        level: int,
+        times_to_live: list[int] | None,
+    ) -> list[Entry]:
+        """An entry of one message for each queue, with its seq_id; those that are to share a stored body do."""
+        persistent = persistent and self.durability != "memory"
+        large = 4 + len(head) + len(body) >= self.settings.embed_below
+        refers = 0
+        entries = []
+        for number, queue in enumerate(queues):
+            kind = backing_kind(queue.record)
+            flags = PERSISTENT if persistent and queue.record.durable and kind != "volatile" else 0
+            if large and flags and kind == "variable":
+                flags |= IN_STORE
+                refers += 1
+            ttl = times_to_live[number] if times_to_live is not None else -1
+            ends = expiry if ttl < 0 or 0 < expiry <= published_at + ttl else published_at + ttl
+            entry = Entry(queue.seqs.take(1), head, body, flags, published_at, ends)
+            entry.level = level
+            entries.append(entry)
+        if refers:
+            msg_id = self.store.next_id()
+            self.store.write(msg_id, join_payload(head, body), refers)
+            for entry in entries:
+                if entry.flags & IN_STORE:
+                    entry.msg_id = msg_id
+        return entries
+
+    def _append_fanout(
+        self, queues: list[StoredQueue], entries: list[Entry], producer: str | None, publishing_id: int
+    ) -> None:
+        """One record; more in a group where some queues refer to the message store and others must not, or where they are
+        too many."""
+        records: dict[int, list[tuple[StoredQueue, Entry]]] = {}
+        for queue, entry in zip(queues, entries, strict=True):
+            if entry.flags & PERSISTENT:
+                records.setdefault(entry.flags & IN_STORE, []).append((queue, entry))
+        if not records:
+            return
+        name = producer.encode(errors="surrogateescape") if producer is not None else None
+        parts = [pairs[i : i + MOST_TARGETS] for pairs in records.values() for i in range(0, len(pairs), MOST_TARGETS)]
+
+        def append() -> None:
+            for pairs in parts:
+                targets = [journal_target(queue, entry) for queue, entry in pairs]
+                self.journal.buffer.append_fanout(pairs[0][1], targets, LIVE, publishing_id, name)
+
+        if len(parts) > 1:
+            self.as_group(append)
+        else:
+            append()
+        if producer is not None:
+            for queue in queues:
+                self.producers.published(queue.uid, producer, publishing_id, self.journal.buffer.file)
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
@@ -186,12 +283,13 @@ class VhostTransactions(VhostOpening):
                 return None
             state = self.lease(lease)
             number = state["next"]
-            self.journal.buffer.begin_group()
-            self.ledger.put(LEASE, lease, {**state, "next": number + 1})
-            self.ledger.put(
-                CHECKOUT, f"{lease}/{number}", {"ranges": {str(sid): pairs for sid, pairs in ranges.items()}}
-            )
-            self.journal.buffer.end_group()
+            held = {"ranges": {str(sid): pairs for sid, pairs in ranges.items()}}
+
+            def append() -> None:
+                self.ledger.put(LEASE, lease, {**state, "next": number + 1})
+                self.ledger.put(CHECKOUT, f"{lease}/{number}", held)
+
+            self.as_group(append)
         return Checkout(number, lease, ranges)
 
     def lease(self, lease: str) -> dict[str, Any]:
@@ -228,19 +326,29 @@ class VhostTransactions(VhostOpening):
         with self.lock:
             self.committer.check()
             due = [checkout for checkout in self.checkouts(lease) if checkout.number <= upto]
-            if due:
-                by_uid = {queue.uid: queue for queue in self.queues.values()}
-                self.journal.buffer.begin_group()
-                state = self.lease(lease)
+            by_uid = {queue.uid: queue for queue in self.queues.values()} if due else {}
+            state = self.lease(lease)
+
+            def append() -> None:
+                nonlocal settled
                 self.ledger.put(LEASE, lease, {**state, "floor": max(state["floor"], upto)})
-                try:
-                    for checkout in due:
-                        self.ledger.put(CHECKOUT, f"{lease}/{checkout.number}", None)
-                        for uid in {sid >> 8 for sid in checkout.ranges}:
-                            if uid in by_uid:
-                                settled += by_uid[uid].backing.settle(checkout.ranges, requeue)
-                except BaseException as error:  # half a group: only recovery helps
-                    self.committer.fail(error)
-                    raise
-                self.journal.buffer.end_group()
+                for checkout in due:
+                    self.ledger.put(CHECKOUT, f"{lease}/{checkout.number}", None)
+                    for uid in {sid >> 8 for sid in checkout.ranges}:
+                        if uid in by_uid:
+                            settled += by_uid[uid].backing.settle(checkout.ranges, requeue)
+
+            if due:
+                self.as_group(append)
         return settled
+
+
+def accept_each(queues: list[StoredQueue], entries: list[Entry]) -> list[tuple[StoredQueue, Exception]]:
+    """One entry to each queue; those that could not take it. One that cannot keeps it from no other."""
+    failures: list[tuple[StoredQueue, Exception]] = []
+    for queue, entry in zip(queues, entries, strict=True):
+        try:
+            queue.backing.accept([entry])
+        except Exception as error:
+            failures.append((queue, error))
+    return failures

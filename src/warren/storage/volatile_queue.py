@@ -186,6 +186,9 @@ class VolatileQueue:
                 self.counts[entry.seq] = self.counts.get(entry.seq, 0) + 1
         self._merge(sorted(found, key=_by_seq))
 
+    def prepare_requeue(self, seqs: list[int]) -> None:
+        pass
+
     def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
         for seq in seqs:
             entry = self._pending.get(seq) or self._leased.get(seq)

@@ -250,7 +250,7 @@ class Stages:
         try:
             for name in stages:
                 path = self._path(writer, name)
-                info = read_info(path)
+                info = read_info(path, self._store.disk)
                 self._check_exchanges(permissions, info.exchanges)
                 await self._check_topics(permissions, path, info.exchanges)
                 count += info.count
@@ -397,7 +397,7 @@ class Stages:
         state = self._store.ledger.table(STAGE)[writer]
         path = stage_path(self._store.root, state["pending"][0])
         try:
-            reader = StageReader(path)
+            reader = StageReader(path, self._store.disk)
             try:
                 await self._release_stage(writer, reader, state["offset"])
             finally:
