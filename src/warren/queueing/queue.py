@@ -319,7 +319,7 @@ class Queue:
 
     # -- consuming ---------------------------------------------------------------------------------------------------
 
-    def get(self, timeout: float | None = 0) -> Message | None:
+    def get(self, timeout: Checked[float | None] = 0) -> Message | None:
         """The message at the head, or None when there is none after `timeout` seconds; None waits for ever."""
         if timeout != 0:
             check_timeout(timeout)
@@ -330,7 +330,7 @@ class Queue:
             messages = self.get_many(1, timeout)
         return messages[0] if messages else None
 
-    def get_many(self, count: int, timeout: float | None = 0) -> list[Message]:
+    def get_many(self, count: Checked[int], timeout: Checked[float | None] = 0) -> list[Message]:
         """Up to `count` messages from the head. Waits for the first one as `get` does, never for the rest."""
         if not isinstance(count, int) or count < 1:
             raise InvalidArgumentError(f"count is {count!r}; ask for at least 1 message")
@@ -400,7 +400,7 @@ class Queue:
                 raise
         self._store.wake()
 
-    def nack_many(self, messages: Sequence[Message], *, requeue: bool = True) -> None:
+    def nack_many(self, messages: Sequence[Message], *, requeue: Checked[bool] = True) -> None:
         """Settle messages of this queue, all or none: back to their places, or dropped."""
         if requeue is not True and requeue is not False:
             raise InvalidArgumentError(f"requeue is {requeue!r}; it is True or False")
@@ -470,13 +470,15 @@ class Queue:
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def browse(self, start_seq: int = 0, limit: int | None = None, *, unacked: bool = False) -> Iterator[Message]:
+    def browse(
+        self, start_seq: Checked[int] = 0, limit: Checked[int | None] = None, *, unacked: bool = False
+    ) -> Iterator[Message]:
         """Ready messages from a seq_id on, in the order of seq_ids; nothing is touched, and they cannot be acked. With
         `unacked` also those that were handed out."""
         return chain.from_iterable(self.browse_batches(start_seq, limit, unacked=unacked))
 
     def browse_batches(
-        self, start_seq: int = 0, limit: int | None = None, *, unacked: bool = False
+        self, start_seq: Checked[int] = 0, limit: Checked[int | None] = None, *, unacked: bool = False
     ) -> Iterator[list[Message]]:
         """As `browse`, in the pieces that are read at once."""
         for name, value in (("start_seq", start_seq), ("limit", 0 if limit is None else limit)):
