@@ -13,9 +13,10 @@ import pika
 import pytest
 
 from tests.broker_clients import Inbox, RawClient, connected, declare, eventually, publish, pump, settle, unique
+from warren.amqp.connection import Connection
 from warren.amqp.errors import AmqpError
 from warren.kernel.frame_writer import HEARTBEAT_FRAME
-from warren.queueing.credit_flow import Wait
+from warren.queueing.credit_flow import TURN_BYTES, Wait
 from warren.testing import RunningBroker
 from warren.vhost.vhost import clients_of
 
@@ -207,3 +208,42 @@ def test_a_broken_frame_behind_publishes_that_wait_closes_the_connection_when_th
         assert client.expect("Connection.Close")[1].reply_code == 501
     assert broker.queue_info(queue)["messages_ready"] == 1
     broker.call(lambda: vhost.remove_queue(vhost.queues[queue]))
+
+
+def test_a_publisher_who_always_has_more_lets_the_others_go_first(broker, monkeypatch):
+    """libuv reads a socket up to 32 times before it looks at another one: a consumer waited for some megabytes of others."""
+    queue = unique()
+    message = b"".join(
+        pamqp.frame.marshal(part, 1)
+        for part in (
+            pamqp.commands.Basic.Publish(routing_key=queue),
+            pamqp.header.ContentHeader(body_size=1000),
+            pamqp.body.ContentBody(bytes(1000)),
+        )
+    )
+    pieces: list[tuple[int, int]] = []  # the turn of the loop, and the size
+    turn = ended = 0
+    received = Connection.data_received
+
+    def data_received(self: Connection, data: bytes) -> None:
+        nonlocal turn, ended
+
+        def end() -> None:
+            nonlocal ended
+            ended = turn
+
+        if turn == ended:
+            turn += 1
+            self._loop.call_soon(end)
+        pieces.append((turn, len(data)))
+        received(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", data_received)
+    with RawClient(broker) as client:
+        client.open(1)
+        client.call(1, pamqp.commands.Queue.Declare(queue=queue, exclusive=True), "Queue.DeclareOk")
+        client.socket.sendall(message * 20_000)
+        client.call(1, pamqp.commands.Queue.Purge(queue=queue), "Queue.PurgeOk")
+    large = [turn for turn, size in pieces if size >= TURN_BYTES]
+    assert len(large) > 10, "nothing was shown"
+    assert len(set(large)) == len(large), "two large pieces in one turn of the loop"

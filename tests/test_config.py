@@ -157,7 +157,7 @@ def test_an_unknown_key_in_a_table_is_told_with_its_line(toml):
 
 def test_an_unknown_variable_is_told_by_its_name():
     assert problem(environ={"WARREN_AMPQ_PORT": "5"}) == (
-        "there is no key ampq_port, which environment variable WARREN_AMPQ_PORT sets to '5'; did you mean amqp_port?"
+        "there is no key ampq_port, which environment variable WARREN_AMPQ_PORT sets to '5'; did you mean WARREN_AMQP_PORT?"
     )
 
 

@@ -327,6 +327,26 @@ def test_a_thread_that_is_stopped_finishes_its_block(tmp_path):
         os.close(fd)
 
 
+def test_the_deputy_of_a_thread_that_is_stopped_is_called_also_while_somebody_has_the_turn(tmp_path):
+    """Who has the turn may be the one that stops it, and never pass by."""
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    data = bytes(4 << 20)
+    try:
+        for _ in range(5):
+            turn, deputy = Gate(), Gate()
+            open_gates([turn])
+            turn.wait()  # from here on this thread has the turn
+            disk = DiskThread()
+            waiting = threading.Thread(target=deputy.wait, daemon=True)
+            disk.submit(fd, data, 0, deputy)
+            waiting.start()
+            disk.stop()
+            waiting.join(60)
+            assert not waiting.is_alive()
+    finally:
+        os.close(fd)
+
+
 def test_the_child_of_a_fork_starts_a_thread_of_its_own(block):
     disk, fd = block
     deputy = Gate()

@@ -30,6 +30,7 @@ from warren.errors import (
 from warren.library import Store
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.lock import DirectoryLock
+from warren.storage.priority_queue import PriorityQueue
 from warren.storage.stage_file import StageReader, StageWriter
 from warren.storage.store_index import LmdbIndex
 from warren.storage.variable_queue import VariableQueue
@@ -542,6 +543,59 @@ def test_a_requeue_that_cannot_read_for_want_of_a_descriptor_changes_nothing(tmp
     assert queue.backing.requeue(seqs) == seqs
     assert take_all(queue) == seqs
     store.abandon()
+
+
+@pytest.mark.parametrize("body", [b"small", LARGE], ids=["in the journal", "in the message store"])
+@pytest.mark.parametrize("how", ["ack", "nack"])
+def test_messages_that_could_not_be_settled_for_want_of_a_descriptor_can_be_settled_later(tmp_path, how, body):
+    """They were settled for their reader, and neither pending nor acked: they came back with the next start."""
+    disk = Exhausted()
+    engine = open_engine(str(tmp_path), disk)
+    queue = Store(engine).queue("q")
+    queue.publish_many([body] * 20)
+    engine.sync()
+    engine.checkpoint(seal=True, carry_below=0)
+    messages = queue.get_many(20)
+    backing = engine.get("q").backing
+    assert isinstance(backing, VariableQueue)
+    backing.set_ram_target(2)
+    settle = queue.ack_many if how == "ack" else queue.nack_many
+    disk.fail(engine)
+    try:
+        settle(messages)
+    except OSError:
+        assert backing.pending_count == 20
+        assert not any(message.settled for message in messages)
+        disk.down = False
+        settle(messages)
+    else:
+        assert (how, body) == ("ack", b"small")  # nothing had to be read
+    disk.down = False
+    assert (len(queue), backing.pending_count) == (0 if how == "ack" else 20, 0)
+    engine.abandon()
+
+
+def test_a_get_from_several_priorities_that_cannot_read_the_lower_ones_hands_out_the_higher(tmp_path):
+    disk = Exhausted()
+    engine = open_engine(str(tmp_path), disk)
+    queue = Store(engine).queue("q", arguments={"x-max-priority": 2})
+    queue.publish_many([b"low"] * 32)
+    engine.sync()
+    engine.checkpoint(seal=True, carry_below=0)
+    backing = engine.get("q").backing
+    assert isinstance(backing, PriorityQueue)
+    low = backing.levels[0]
+    assert isinstance(low, VariableQueue)
+    low.set_ram_target(2)
+    queue.publish_many([b"high"] * 3, priority=2)
+    disk.fail(engine)
+    got = queue.get_many(35)
+    assert [message.body for message in got[:3]] == [b"high"] * 3
+    assert len(got) == backing.pending_count < 35
+    disk.down = False
+    got += queue.get_many(35)
+    assert len({message.seq_id for message in got}) == 35
+    engine.abandon()
 
 
 def test_a_get_of_many_that_cannot_read_the_last_ones_hands_out_those_before(tmp_path):

@@ -107,6 +107,7 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or () if context is not None else ():
             assert context is not None
             listener.setblocking(False)
+            listener.listen(self.config.backlog)
             self._accepting.append(asyncio.ensure_future(self._accept(listener, context)))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -131,6 +132,7 @@ class HttpServer(uvicorn.Server):
             task = asyncio.ensure_future(self._shake(sock, context))
             self._shaking[task] = None
             task.add_done_callback(self._shaken)
+            await asyncio.sleep(0)  # a client that waits already is accepted without a turn of the loop
 
     def _shaken(self, task: asyncio.Task[None]) -> None:
         self._shaking.pop(task, None)

@@ -27,7 +27,7 @@ from warren.amqp.methods import METHODS, decode, encode
 from warren.errors import DiskFullError, WarrenError
 from warren.kernel.frame_writer import HEARTBEAT_FRAME, method_frame
 from warren.kernel.frames import ACK, HEARTBEAT, METHOD, PUBLISH, TOO_LARGE, FrameScanner
-from warren.queueing.credit_flow import ReaderFlow, Wait
+from warren.queueing.credit_flow import TURN_BYTES, ReaderFlow, Wait
 from warren.queueing.guard import QueueCrashed
 from warren.routing.exchange import Exchange
 
@@ -171,6 +171,9 @@ class Connection(asyncio.Protocol):
             elif self.state == CLOSING and _CLOSE_OK in data:  # the scanner is deaf after an error
                 self._end()
         self._flush()
+        if len(data) >= TURN_BYTES and not self.flow.waiting:
+            self.flow.wait_for(Wait.TURN)
+            self._loop.call_soon(self.flow.done, Wait.TURN)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.state = CLOSED

@@ -48,8 +48,8 @@ def serve(
     try:
         loaded = Config.load(flags, file=config)
     except ConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        typer.echo(f"warren: {error}", err=True)
+        raise typer.Exit(1) from None
     configure(loaded.log_format, loaded.log_level)
     _allow_many_files()
     zygote = None if loaded.inline else start_zygote()

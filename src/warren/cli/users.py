@@ -39,7 +39,7 @@ def add(
     secret = password_of(name, password)
     with node(data_dir) as asked:
         asked.call("users/add", user=name, password=secret, tags=tag or [])
-    typer.echo(f"user {name!r} is there")
+    typer.echo(f"user {name!r} is added")
 
 
 @app.command()
@@ -60,8 +60,20 @@ def passwd(name: Name, password: Password = None, data_dir: DataDir = None) -> N
 
 
 @app.command()
-def tags(name: Name, tags: Tags = None, data_dir: DataDir = None) -> None:
-    """Give a user these tags in place of those he has; none: take them all away."""
+def tags(
+    name: Name,
+    tags: Tags = None,
+    none: Annotated[bool, typer.Option("--none", help="Take all tags away.")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Give a user these tags in place of those he has; without any, show his; `--none` takes them all away."""
+    if none and tags:
+        raise typer.BadParameter(f"--none takes all tags away; leave out {' '.join(tags)}, or --none")
     with node(data_dir) as asked:
-        asked.call("users/tags", user=name, tags=tags or [])
-    typer.echo(f"user {name!r} has the tags: {', '.join(tags or []) or 'none'}")
+        if tags or none:
+            asked.call("users/tags", user=name, tags=tags or [])
+        found = {user["name"]: user["tags"] for user in asked.call("users/list")}
+    if name not in found:
+        typer.echo(f"warren: there is no user {name!r}", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"user {name!r} has the tags: {', '.join(found[name]) or 'none'}")

@@ -29,7 +29,7 @@ def add(name: Name, data_dir: DataDir = None) -> None:
     """Make a vhost and start it. Nobody may connect to it before he has permissions: `warren permissions set`."""
     with node(data_dir) as asked:
         asked.call("vhosts/add", name=name)
-    typer.echo(f"vhost {name!r} is there")
+    typer.echo(f"vhost {name!r} is added and runs")
 
 
 @app.command()

@@ -84,7 +84,7 @@ static void *disk_loop(void *argument) {
         disk->failed = failed;
         disk->state = WRITTEN;
         unlock();
-        if (!is_anybody_passing() || !watch(disk, WRITTEN)) {
+        if (!is_anybody_passing() || !watch(disk, WRITTEN) || disk->stop) { /* stopped: nobody may pass by any more */
             call_deputy(disk);
             watch(disk, WRITTEN);
         }

@@ -423,7 +423,7 @@ class _Gathering:
         for name, value in ours.items():
             key = name.removeprefix(PREFIX).lower().replace("__", ".")
             if key not in KEYS and key not in _TABLES and not _OTHER_VARIABLES.fullmatch(name):
-                self.problems.append(_unknown(key, value, f"environment variable {name}"))
+                self.problems.append(_unknown(key, value, f"environment variable {name}", _variable))
         source = EnvSettingsSource(Config)
         source.env_vars = {name.lower(): value for name, value in ours.items()}
         try:
@@ -480,12 +480,20 @@ def _plain(key: str) -> str:
 # ---- what is wrong, in words ----
 
 
-def _unknown(key: str, value: object, origin: str) -> str:
+def _variable(key: str) -> str:
+    """
+    >>> _variable("tls.port")
+    'WARREN_TLS__PORT'
+    """
+    return PREFIX + key.replace(".", "__").upper()
+
+
+def _unknown(key: str, value: object, origin: str, spelt: Callable[[str], str] = str) -> str:
     shown = MASK if "pass" in key else repr(value)
     near = difflib.get_close_matches(key, KEYS, n=1)
     # Somebody who writes `port` means some port.
     parts = [each for each in KEYS if key in re.split("[._]", each)]
-    guess = near[0] if near else " or ".join(parts)
+    guess = " or ".join(map(spelt, near or parts))
     remedy = f"did you mean {guess}?" if guess else "remove it"
     return f"there is no key {key}, which {origin} sets to {shown}; {remedy}"
 

@@ -46,7 +46,11 @@ _LAST_SECONDS = 10.0  # for what is on its way when the node is gone
 
 
 def context_for(certfile: str, keyfile: str, cafile: str | None = None, verify: bool = False) -> ssl.SSLContext:
-    """What the configuration asks for. Raises OSError or ssl.SSLError for files that are none."""
+    """What the configuration asks for. Raises OSError, which names the file, or ssl.SSLError for files that are none."""
+    for path in (certfile, keyfile, cafile):
+        if path is not None:
+            with open(path, "rb"):  # Python's error for a file that TLS cannot read does not say which
+                pass
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION  # else a client makes us compute as often as it likes

@@ -19,7 +19,9 @@ bytes where they do pile up, and granted to readers:
    publisher pauses for some milliseconds in so many bytes (`VhostStore.overload` says how long).
 3. Held events. What a reader has read and cannot do yet (an alarm, a full disk, a transaction that is committing, answers
    that the client does not read) it keeps, and reads nothing behind it. So there is one receive buffer of them at most.
-4. Contents under way. The body of a message that has not all come is in memory. No pause would make the rest come, so
+4. Turns. A socket that always has more would be read up to 32 times by libuv, some megabytes, before anybody else has a
+   turn: whoever sent a large piece waits until the others had theirs.
+5. Contents under way. The body of a message that has not all come is in memory. No pause would make the rest come, so
    their sum over the channels of a connection has a limit (kernel/frames.pyx); an alarm stops a reader in the middle of one.
 
 A reader may wait for several things at once. It is paused by the first and goes on with the last. Each `Wait` is ended by
@@ -42,6 +44,7 @@ from typing import Protocol
 
 from warren.storage.vhost_store import VhostStore
 
+TURN_BYTES = 64 * 1024  # that are read at once; whoever sent as many lets the others go first
 UNCOMMITTED_BYTES = 8 * 1024 * 1024  # that publishers of a vhost may have in the journal's buffer
 SETTLING_BYTES = 4 * UNCOMMITTED_BYTES  # at which also those wait who publish nothing
 _ALARM_SECONDS = 0.5  # between two looks of who has no reader
@@ -55,6 +58,7 @@ class Wait(Enum):
     RESOURCES = "resources"  # memory or disk is short
     TRANSACTION = "transaction"  # tx.commit is not done
     CLIENT = "client"  # it does not read its answers
+    TURN = "turn"  # the others have theirs
 
 
 class Reader(Protocol):
@@ -102,8 +106,8 @@ class ReaderFlow:
 
     @property
     def waits(self) -> list[str]:
-        """What it waits for, for people."""
-        return sorted(wait.value for wait in self._waits)
+        """What it waits for, for people: a turn is nothing that they could do something about, and over when they look."""
+        return sorted(wait.value for wait in self._waits if wait is not Wait.TURN)
 
     @property
     def waiting(self) -> bool:

@@ -436,8 +436,12 @@ class Queue:
         """Settling failed: what still waits for an ack can be settled another time. Requires: the lock."""
         seqs = [message.entry.seq for message in messages]
         waiting: set[int] = set()
-        with contextlib.suppress(WarrenError, OSError):  # then the store has failed; what happened first is raised
-            self._backing.ackfold(lambda entry, _: waiting.add(entry.seq), None, seqs)
+        with contextlib.suppress(WarrenError):  # then the store has failed; what happened first is raised
+            for seq in seqs:
+                try:
+                    self._backing.ackfold(lambda entry, _: waiting.add(entry.seq), None, [seq])
+                except OSError:  # only what is pending is read
+                    waiting.add(seq)
         for message in messages:
             if message.entry.seq in waiting:
                 message.settled = False

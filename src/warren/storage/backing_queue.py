@@ -119,7 +119,7 @@ class BackingQueue(Protocol):
         then nothing has happened."""
 
     def prepare_requeue(self, seqs: list[int]) -> None:
-        """Write what a `requeue` of these would have to write first. Only this can be refused, not what follows."""
+        """Write and read what a `requeue` of these needs first. It may fail; nothing has happened then."""
 
     def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
         """Visit pending messages with their bodies; they stay pending."""

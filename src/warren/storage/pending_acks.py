@@ -113,6 +113,10 @@ class PendingAcks(Paging):
     # -- ack -----------------------------------------------------------------------------------------------------------
 
     def ack(self, seqs: list[int]) -> list[int]:
+        disk = self._on_disk(seqs) if self._disk_pending else []
+        if disk:  # first: it reads, and where that fails nothing has happened
+            self._ack_on_disk(disk)
+            self._take_disk_pending(disk)
         found, missing = take_pending(self._ram_pending, seqs)
         if found:
             size, bodies = sizes(found)
@@ -120,13 +124,10 @@ class PendingAcks(Paging):
             self._add_ram(-size)
             sort_by_seq(found)
             self._forget(found)
-        self._rates.acked += len(found)
+        self._rates.acked += len(found) + len(disk)
         if missing:
-            missing = self._take_disk_pending(missing)
-            self._ack_on_disk(missing)
-            self._rates.acked += len(missing)
             known = {entry.seq for entry in found}
-            known.update(missing)
+            known.update(disk)
             seqs = [seq for seq in seqs if seq in known]
         self._check()
         return seqs
@@ -135,14 +136,16 @@ class PendingAcks(Paging):
         if not seqs:
             return
         transient = [seq for seq in seqs if seq in self._disk_transient] if self._disk_transient else []
+        pairs = seq_ranges(transient)
+        loaded = self.index.load(pairs)[0] if transient else []
         if transient:
             gone = set(transient)
-            pairs = seq_ranges(transient)
-            self._forget_transient(self.index.load(pairs)[0])
-            self._disk_transient.remove_pairs(pairs)
             seqs = [seq for seq in seqs if seq not in gone]
         if seqs:
             self._ack_pairs(ACK, seq_ranges(seqs))
+        if transient:
+            self._forget_transient(loaded)
+            self._disk_transient.remove_pairs(pairs)
         for seq in seqs + transient if self.counts else ():
             self.counts.pop(seq, None)
             self.index.counts_unsaved.pop(seq, None)
@@ -238,8 +241,7 @@ class PendingAcks(Paging):
     # -- requeue -------------------------------------------------------------------------------------------------------
 
     def requeue(self, seqs: list[int], count_delivery: bool = True) -> list[int]:
-        self.prepare_requeue(seqs)
-        loaded = self._load_pending(seqs)
+        loaded = self._prepare_requeue(seqs)
         found, missing = take_pending(self._ram_pending, seqs)
         size, bodies = sizes(found)
         self._unacked_bytes -= bodies
@@ -257,7 +259,15 @@ class PendingAcks(Paging):
         return [seq for seq in seqs if seq in known]
 
     def prepare_requeue(self, seqs: list[int]) -> None:
-        """Transient messages that go back to delta are written before anything changes: the disk may refuse them."""
+        self._prepare_requeue(seqs)
+
+    def _prepare_requeue(self, seqs: list[int]) -> list[Entry]:
+        """What the disk may refuse, before anything changes: transient messages that go back to delta are written, and
+        those that are pending on disk, which this returns, are read."""
+        self._page_out_for_delta(seqs)
+        return self._load_pending(seqs)
+
+    def _page_out_for_delta(self, seqs: list[int]) -> None:
         if not self.delta_count or not self._ram_pending:
             return
         entries = [entry for seq in seqs if (entry := self._ram_pending.get(seq)) is not None]
@@ -270,7 +280,7 @@ class PendingAcks(Paging):
 
     def _load_pending(self, seqs: list[int]) -> list[Entry]:
         """Those of `seqs` that are pending on disk, before anything has changed: the disk may fail. They are betas; those
-        that will be merged into q4 have their bodies."""
+        that will be merged into q4 or q1 have their bodies."""
         disk = self._on_disk(seqs) if self._disk_pending else []
         if not disk:
             return []
@@ -278,7 +288,8 @@ class PendingAcks(Paging):
         for entry in entries:
             if entry.body is not None:
                 entry.body = entry.head = None
-        whole = [entry for entry in entries if not self.q3 or entry.seq < self.q3[0].seq]
+        first_q1 = self.q1[0].seq if self.q1 else math.inf
+        whole = [e for e in entries if not self.q3 or e.seq < self.q3[0].seq or e.seq >= first_q1]
         if whole:
             self._read_bodies(whole)
         return entries

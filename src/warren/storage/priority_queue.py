@@ -98,7 +98,12 @@ class PriorityQueue:
                 continue
             if entries and head.body_size > most_bytes:
                 break
-            some = level.fetch(count - len(entries), ack_required, most_bytes)
+            try:
+                some = level.fetch(count - len(entries), ack_required, most_bytes)
+            except OSError:
+                if not entries:
+                    raise
+                break  # those above are handed out; who comes again is told
             set_level(some, number)
             entries += some
             most_bytes -= body_total(some)

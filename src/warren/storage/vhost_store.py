@@ -10,6 +10,7 @@ run without it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -114,7 +115,7 @@ class VhostStore(VhostTransactions):
         auto_delete: bool = False,
     ) -> StoredQueue:
         """The queue of this name, made if there is none. Durable ones are in the metadata when this returns."""
-        with self.lock, self.disk_errors():
+        with self.lock:
             self.committer.check()
             queue = self.queues.get(name)
             if queue is not None:
@@ -143,9 +144,11 @@ class VhostStore(VhostTransactions):
         """Where its file cannot be made, the queue was not declared: its name is free again."""
         try:
             return self._database(record)
-        except BaseException:
+        except BaseException as error:
             if record.durable:
                 self.metadata.delete_queue(record.uid)
+            if isinstance(error, OSError) and error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise self.committer.trouble(error) from error
             raise
 
     def delete(self, name: str) -> int:
