@@ -7,7 +7,7 @@ from typing import Any
 import pika.exceptions
 import pytest
 
-from tests.broker_clients import Inbox, connected, declare, publish, pump, settle
+from tests.broker_clients import Inbox, connected, declare, publish, pump, settle, unique
 from warren.testing import RunningBroker
 
 
@@ -121,3 +121,42 @@ def test_a_passive_declare_of_a_queue_needs_no_permission(broker):
             asking.queue_declare("asked-for")
         reading.close()
         channel.queue_delete("asked-for")
+
+
+def test_a_consumer_without_acks_that_takes_turns_is_not_blocked_by_the_limit_of_its_channel(broker):
+    """Its deliveries take none of it, so no ack would have made room for it again."""
+    with connected(broker) as first, connected(broker) as second:
+        queue = unique()
+        first.channel().queue_declare(queue, auto_delete=True)
+        inboxes = [Inbox(), Inbox()]
+        for connection, inbox, auto_ack in zip((first, second), inboxes, (False, True), strict=True):
+            channel = connection.channel()
+            channel.basic_qos(prefetch_count=7, global_qos=True)
+            channel.basic_consume(queue, inbox, auto_ack=auto_ack)
+        publish(first.channel(), queue, *(b"%d" % number for number in range(100)))
+        pump(first, lambda: len(inboxes[0]) == 7)
+        pump(second, lambda: len(inboxes[1]) == 93)
+
+
+def test_dead_letters_arrive_in_order_also_where_some_have_to_wait_for_seq_ids(broker, monkeypatch):
+    """Those behind them began at once, and came first."""
+    with connected(broker) as connection:
+        channel = connection.channel()
+        dead = declare(channel)
+        name = declare(channel, x_dead_letter_exchange="", x_dead_letter_routing_key=dead)
+        vhost = broker.broker.vhosts["/"]
+        refused = iter([True, False, True, True])
+        has_seq_ids = vhost.store.has_seq_ids
+        monkeypatch.setattr(vhost.store, "has_seq_ids", lambda some: has_seq_ids(some) and not next(refused, False))
+        inbox = Inbox()
+        channel.basic_consume(name, inbox)
+        for number in range(20):
+            publish(channel, name, b"%d" % number)
+        pump(connection, lambda: len(inbox) == 20)
+        for tag in inbox.tags:
+            channel.basic_reject(tag, requeue=False)
+            settle(channel)
+        letters = Inbox()
+        channel.basic_consume(dead, letters, auto_ack=True)
+        pump(connection, lambda: len(letters) == 20)
+        assert letters.bodies == inbox.bodies

@@ -221,8 +221,8 @@ class Consumers:
                 self.block(consumer)
                 self._turns.append((consumer, False))
                 continue
-            room[consumer] -= 1
-            if not consumer.no_ack:
+            if not consumer.no_ack:  # else it takes no room, and no ack would make any
+                room[consumer] -= 1
                 shared[receiver] -= 1
             round_.rotate(-1)
             self._turns.append((consumer, True))

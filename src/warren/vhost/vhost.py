@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from warren.vhost.arrivals import Arrivals
 from warren.vhost.collector import collector_paused
 from warren.vhost.commits import Commits
 from warren.vhost.data_requests import DataRequests
+from warren.vhost.move import Move
 from warren.vhost.operator_requests import OperatorRequests
 
 log = logging.getLogger("warren.vhost")
@@ -52,17 +53,6 @@ _RESTART_RETRY_SECONDS = 0.2  # of a queue for which the disk had no room
 _GOODBYE_SECONDS = 2.0  # that clients have to answer when the broker stops
 DISK_RESERVE = "disk reserve"  # an alarm: the store takes no publishes until it has its reserve of disk again
 QUEUE_RESTARTS, QUEUE_RESTART_SECONDS = 5, 10.0
-
-
-@dataclass(slots=True)
-class _Move:
-    """Messages that leave one queue for others."""
-
-    acks: list[tuple[StoredQueue, list[int]]] = field(default_factory=list)
-    arriving: dict[QueueProcess, list[Entry]] = field(default_factory=dict)
-    delayed: dict[DelayedQueue, list[Entry]] = field(default_factory=dict)
-    state: tuple[int, str, Any] | None = None  # of the ledger, as part of it
-    done: Callable[[], None] | None = None  # told on the loop
 
 
 class Vhost:
@@ -96,6 +86,7 @@ class Vhost:
         self.queues: dict[str, QueueProcess] = {}
         self._exclusive: dict[object, dict[str, None]] = {}  # connection -> the names of its own queues
         self.connections: set[Any] = set()
+        self._waiting: list[Move] = []  # moves that cannot begin yet, in order
         self.departing: set[Any] = set()  # told to go, and not gone yet
         self.reply_channels: dict[str, Any] = {}  # token -> channel that consumes from amq.rabbitmq.reply-to
         self.alarms: set[str] = (
@@ -487,7 +478,7 @@ class Vhost:
         exchange = arguments.dead_letter_exchange
         if exchange is None or (exchange and exchange not in self.router.exchanges):
             return False
-        move = _Move()
+        move = Move()
         for entry in entries:
             death = Death(entry.head, queue.name, reason, exchange, arguments.dead_letter_routing_key)
             names, waits = self.ways(exchange, death.keys, death.headers, death.properties)
@@ -510,13 +501,13 @@ class Vhost:
             return self.router.route_waiting(exchange, keys, partial(dict, headers), known, from_broker=True)
         return self.router.route_many(exchange, keys, partial(dict, headers), known, from_broker=True), ()
 
-    def _add_delayed_copy(self, move: _Move, exchange: str, head: bytes, entry: Entry, delay: int) -> None:
+    def _add_delayed_copy(self, move: Move, exchange: str, head: bytes, entry: Entry, delay: int) -> None:
         now = time.time_ns() // 1000
         flags = entry.flags & PERSISTENT if self.router.exchanges[exchange].durable else 0
         copy = Entry(0, head, entry.body, flags, now, now + min(delay, MAX_DELAY_MS) * 1000)
         move.delayed.setdefault(self.delayed[exchange], []).append(copy)
 
-    def _add_copy(self, move: _Move, name: str, head: bytes, entry: Entry) -> None:
+    def _add_copy(self, move: Move, name: str, head: bytes, entry: Entry) -> None:
         """A message that leaves one queue comes to another as a new one."""
         target = self.queues.get(name)
         if target is None:
@@ -534,10 +525,24 @@ class Vhost:
             target.expect([copy])
             move.arriving.setdefault(target, []).append(copy)
 
-    def _do(self, move: _Move) -> None:
-        """Publishes and acks as one; the targets learn of it when it is safe."""
+    def _do(self, move: Move) -> None:
+        """Publishes and acks as one; the targets learn of it when it is safe. A move that cannot begin yet waits, and behind
+        it those with a target of its own: what leaves a queue in order arrives in order."""
         if self.stopped:  # it waited for seq_ids until then: the source still has the messages
             return
+        targets = move.targets()
+        if any(not targets.isdisjoint(other.targets()) for other in self._waiting) or not self._begin(move):
+            if not self._waiting:
+                self._loop.call_later(_MOVE_RETRY_SECONDS, self._begin_waiting)
+            self._waiting.append(move)
+
+    def _begin_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for move in waiting:
+            self._do(move)
+
+    def _begin(self, move: Move) -> bool:
+        """False: it cannot begin yet."""
 
         def committed() -> None:  # by the thread of the commits, with the engine's lock
             for target, entries in move.arriving.items():
@@ -551,7 +556,7 @@ class Vhost:
             if any(known.get(queue.name) is not queue for queue, _ in move.acks):
                 for target, entries in move.arriving.items():
                     target.came(entries)
-                return
+                return True
             targets = [(queue.stored, entries) for queue, entries in move.arriving.items()]
             targets += [(delayed.stored, entries) for delayed, entries in move.delayed.items()]
             arriving = [
@@ -561,13 +566,13 @@ class Vhost:
             ]
             # No transaction with a queue whose memory is wrong: what fails in the middle of one takes the vhost with it.
             touched = [stored.name for stored, _ in (*arriving, *move.acks)]
-            if self.store.has_seq_ids(arriving) and not any(map(self._is_restarting, touched)):
+            begins = self.store.has_seq_ids(arriving) and not any(map(self._is_restarting, touched))
+            if begins:
                 self.store.transact_later(arriving, move.acks, committed, move.state)
-            else:
-                self._loop.call_later(_MOVE_RETRY_SECONDS, self._do, move)
         self.wake()
+        return begins
 
-    def _moved(self, move: _Move) -> None:
+    def _moved(self, move: Move) -> None:
         if self.stopped:
             return
         for target, entries in move.arriving.items():
@@ -591,7 +596,7 @@ class Vhost:
         """Messages to queues and to delayed exchanges, and a value of the ledger, as one."""
         for queue, entries in arriving.items():
             queue.expect(entries)
-        self._do(_Move(arriving=arriving, delayed=delayed, state=state, done=done))
+        self._do(Move(arriving=arriving, delayed=delayed, state=state, done=done))
 
     # -- delays ------------------------------------------------------------------------------------------------------
 
@@ -603,7 +608,7 @@ class Vhost:
 
     def _fire(self, exchange: str, source: StoredQueue, entries: list[Entry]) -> None:
         """Their time has come: route them now."""
-        move = _Move()
+        move = Move()
         for entry in entries:
             head = decode_head(entry.head)
             headers = head.headers
