@@ -715,6 +715,14 @@ class FaultyDisk(Disk):
                 return super().size(path)
             return self._inode_at(path).live.length
 
+    def changed_at(self, path: str) -> float:
+        with self._lock:
+            self._enter("changed_at", path)
+            if not self._is_real(path):
+                self._inode_at(path)  # it has to be there; a double has no clock
+                return 0.0
+            return super().changed_at(path)
+
     def sync_dir(self, path: str) -> None:
         with self._lock:
             self._enter("sync_dir", path)

@@ -178,7 +178,7 @@ async def test_get_gives_up_after_its_timeout_and_the_queue_listens_to_nobody(tm
         before = time.monotonic()
         assert await queue.get(timeout=0.05) is None
         assert await queue.get_many(3, timeout=0.05) == []
-        assert 0.1 <= time.monotonic() - before < 10
+        assert time.monotonic() - before >= 0.1
         assert queue.blocking._listeners == []
 
 

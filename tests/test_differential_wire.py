@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -73,11 +72,8 @@ def test_any_bytes_can_be_sent_as_a_method_and_the_answer_is_seen(broker):
 
 
 def test_a_wait_ends_when_there_is_no_answer(broker):
-    with Wire(broker.port) as wire:
-        began = time.monotonic()
-        with pytest.raises(Lost, match="no answer"):
-            wire.wait(lambda event: True, seconds=0.05)
-        assert time.monotonic() - began < 5
+    with Wire(broker.port) as wire, pytest.raises(Lost, match="no answer"):
+        wire.wait(lambda event: True, seconds=0.05)
 
 
 # ---- programs ----

@@ -8,7 +8,6 @@ import itertools
 import random
 import struct
 import sys
-import time
 import tracemalloc
 
 import pytest
@@ -305,11 +304,11 @@ def test_a_huge_frame_in_small_pieces_takes_linear_time(scale):
     size = scale.scale(64) << 20
     data = memoryview(publish_method() + content_header(size) + content_body(bytes(size)))
     scanner = FrameScanner(frame_max=0)
-    began = time.perf_counter()
     events = []
-    for at in range(0, len(data), 2048):
+    for at in range(
+        0, len(data), 2048
+    ):  # copying all that came with each piece would not end before the test's timeout
         events += scanner.feed(data[at : at + 2048], NOW)
-    assert time.perf_counter() - began < 20  # copying all that came with each piece would take minutes
     assert len(events[0][6][0].body) == size
     assert scanner.buffered == 0
 

@@ -347,6 +347,54 @@ def test_the_deputy_of_a_thread_that_is_stopped_is_called_also_while_somebody_ha
         os.close(fd)
 
 
+_KEEPER = """
+import os, sys
+from warren.kernel.gates import DiskThread, Gate
+
+def keepers():
+    return sum(open(f"/proc/self/task/{task}/comm").read() == "warren-keeper\\n" for task in os.listdir("/proc/self/task"))
+
+def write(disk, fd, times):
+    for number in range(times):
+        deputy = Gate()
+        disk.submit(fd, b"%4d" % number, 4 * number, deputy)
+        deputy.wait()
+        assert disk.collect() == 0
+
+allowed = {int(processor) for processor in sys.argv[2].split(",")}
+os.sched_setaffinity(0, allowed)
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+disk = DiskThread()
+for _ in range(3):  # what was started again has a keeper again
+    write(disk, fd, 10)
+    assert keepers() == 0
+    write(disk, fd, 30)
+    print(keepers())
+    assert os.sched_getaffinity(0) == allowed, "a thread of the program was bound"
+    if os.fork() == 0:
+        write(disk, fd, 30)
+        disk.stop()
+        os._exit(keepers())
+    assert os.wait()[1] == 0
+    disk.stop()
+    assert keepers() == 0
+assert os.pread(fd, 8, 4 * 28) == b"  28  29"
+"""
+
+
+@pytest.mark.parametrize("processors", [1, 2])
+def test_of_two_processors_the_disk_s_one_is_kept_and_no_thread_of_the_program_is_bound(tmp_path, processors):
+    there = sorted(os.sched_getaffinity(0))
+    if len(there) < processors:
+        pytest.skip("needs two processors")
+    allowed = ",".join(map(str, there[:processors]))
+    ran = subprocess.run(
+        [sys.executable, "-c", _KEEPER, tmp_path / "file", allowed], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [str(processors - 1)] * 3
+
+
 def test_the_child_of_a_fork_starts_a_thread_of_its_own(block):
     disk, fd = block
     deputy = Gate()

@@ -564,7 +564,7 @@ def test_get_of_an_empty_queue_is_none_at_once_or_after_its_timeout(queue):
     before = time.monotonic()
     assert queue.get(timeout=0.05) is None
     assert queue.get_many(5, timeout=0.05) == []
-    assert 0.1 <= time.monotonic() - before < 10
+    assert time.monotonic() - before >= 0.1
     assert queue.get(timeout=-1) is None
 
 

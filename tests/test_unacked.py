@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import itertools
 import random
-import time
 
 import pytest
 from hypothesis import settings
@@ -209,10 +208,8 @@ def test_settling_from_the_newest_to_the_oldest_is_not_quadratic(scale):
     count = scale.scale(1_000_000)
     unacked = Unacked()
     unacked.add(1, 1, entries(*range(count)))
-    began = time.perf_counter()
-    for tag in range(count, 0, -1):
+    for tag in range(count, 0, -1):  # would take hours
         unacked.ack(tag, False)
-    assert time.perf_counter() - began < 20
     assert len(unacked) == 0
 
 

@@ -109,6 +109,9 @@ cdef class DiskThread:
     from there: three times as much work for the kernel (docs/decisions/0011). So whoever passes by looks whether the block `is_written`, and
     if it is, collects it and submits the next. If nobody passes by, the deputy's gate is opened: its thread has to collect.
 
+    On a machine of two processors it stays on one of them, and has a second thread that keeps that one from being idle while it waits for
+    the disk: an idle processor attracts the crowd (`keeper_t` in disk_thread.h).
+
     Requires: one caller at a time. The thread is started by the first `submit` and ends with `stop`.
     """
 

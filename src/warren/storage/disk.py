@@ -177,6 +177,10 @@ class Disk:
     def size(self, path: str) -> int:
         return os.stat(path).st_size
 
+    def changed_at(self, path: str) -> float:
+        """When the file was last written to, as `time.time` says it."""
+        return os.stat(path).st_mtime
+
     def sync_dir(self, path: str) -> None:
         """What was created, renamed or unlinked in `path` is safe when this returns."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -35,21 +34,29 @@ class HeldSnapshots:
 
     def __init__(self, vhost: Vhost) -> None:
         self._vhost = vhost
+        self._disk = vhost.store.disk
         self._directory = os.path.join(vhost.store.root, "snapshots")
         self._held: dict[str, dict[str, Any]] = {}
         self._task: asyncio.Task[None] | None = None
-        for name in os.listdir(self._directory) if os.path.isdir(self._directory) else ():
+        for name in self._disk.listdir(self._directory):
             if name.startswith(PREFIX):
                 self._find(name)
 
     def _find(self, name: str) -> None:
         """One that an earlier process took; without its note it was never finished."""
         try:
-            with open(os.path.join(self._directory, name, _NOTE)) as file:
-                self._held[name] = json.load(file)
+            self._held[name] = json.loads(self._disk.read(os.path.join(self._directory, name, _NOTE)))
             self._watch()
         except (OSError, ValueError):
-            shutil.rmtree(os.path.join(self._directory, name), ignore_errors=True)
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """The files; what cannot be removed now is found by the next process, without its note."""
+        path = os.path.join(self._directory, name)
+        with contextlib.suppress(OSError):
+            self._disk.unlink(os.path.join(path, _NOTE))
+        with contextlib.suppress(OSError):
+            self._disk.remove_tree(path)
 
     async def take(
         self,
@@ -77,10 +84,9 @@ class HeldSnapshots:
         try:
             root = await asyncio.to_thread(self._vhost.store.snapshot, path, set(chosen), transients=True)
         except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
+            self._drop(name)
             raise
-        with open(os.path.join(root, "manifest.json")) as file:
-            counts = json.load(file)["queues"]
+        counts = json.loads(self._disk.read(os.path.join(root, "manifest.json")))["queues"]
         note = {
             "id": name,
             "vhost": self._vhost.name,
@@ -95,21 +101,18 @@ class HeldSnapshots:
             "group": group,
         }
         self._held[name] = note
-        await asyncio.to_thread(self._write, name)
+        await asyncio.to_thread(self._write, name, json.dumps(note).encode())
         self._watch()
         return {**note, "path": os.path.abspath(path)}
 
-    def _write(self, name: str) -> None:
-        path = os.path.join(self._directory, name, _NOTE)
-        with open(path + ".tmp", "w") as file:
-            json.dump(self._held[name], file)
-        os.replace(path + ".tmp", path)
+    def _write(self, name: str, note: bytes) -> None:
+        self._disk.replace(os.path.join(self._directory, name, _NOTE), note)
 
-    def heartbeat(self, permissions: Permissions, *, id: str) -> dict[str, Any]:
+    async def heartbeat(self, permissions: Permissions, *, id: str) -> dict[str, Any]:
         note = self._own(permissions, id)
         note["until"] = time.time() + note["ttl"]
-        with contextlib.suppress(OSError):
-            self._write(id)
+        with contextlib.suppress(OSError):  # it was released, or another heartbeat writes it
+            await asyncio.to_thread(self._write, id, json.dumps(note).encode())
         return {"until": note["until"]}
 
     async def release(
@@ -155,7 +158,7 @@ class HeldSnapshots:
 
     async def _remove(self, name: str) -> None:
         self._held.pop(name, None)
-        await asyncio.to_thread(shutil.rmtree, os.path.join(self._directory, name), True)
+        await asyncio.to_thread(self._drop, name)
 
     def _watch(self) -> None:
         if self._task is None or self._task.done():

@@ -268,7 +268,7 @@ class Stages:
         for name in stages:
             # While rows were looked at, the stages may have been dropped: by a driver that has given up, for whom they are of
             # a batch that failed. Decided without them, the batch would be known, and its repetition never be published.
-            if not os.path.exists(self._path(writer, name)):
+            if not self._store.disk.exists(self._path(writer, name)):
                 raise Refused(409, "data_loss", f"stage {name} was dropped; the batch was not published, run it again")
         with self._store.lock:
             self._store.committer.check_publish()
@@ -350,7 +350,7 @@ class Stages:
         dropped = 0
         for path in [self._path(writer, name) for name in stages if name not in kept]:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                self._store.disk.unlink(path)
                 dropped += 1
         return dropped
 
@@ -405,11 +405,11 @@ class Stages:
         except StageError as error:
             log.error("vhost %r: rows that were decided are lost: %s", self._vhost.name, error)
             with contextlib.suppress(FileNotFoundError):
-                os.rename(path, path + ".damaged")
+                self._store.disk.rename(path, path + ".damaged")
             await self._advance(writer, None)
         if not self._stopping:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                self._store.disk.unlink(path)
 
     async def _release_stage(self, writer: str, reader: StageReader, offset: int) -> None:
         while not self._stopping:
@@ -462,7 +462,7 @@ class Stages:
         directory = stage_directory(self._store.root, writer)
         self._drop_files(directory, lambda name, age: _is_of(name, state))
         with contextlib.suppress(OSError):  # there is something in it
-            os.rmdir(directory)
+            self._store.disk.rmdir(directory)
 
     async def _sweep(self) -> None:
         """Tasks that were killed and drivers that never came back leave stages that nobody decides about."""
@@ -476,22 +476,22 @@ class Stages:
     def _drop_orphans(self) -> None:
         directory = os.path.join(self._store.root, STAGES)
         decided = {name for state in self._store.ledger.table(STAGE).values() for name in state["pending"]}
-        for writer in os.listdir(directory) if os.path.isdir(directory) else ():
+        for writer in self._store.disk.listdir(directory):
 
             def is_orphan(name: str, age: float, writer: str = writer) -> bool:
                 return age > _ORPHAN_SECONDS and f"{writer}/{name}" not in decided
 
             self._drop_files(os.path.join(directory, writer), is_orphan)
             with contextlib.suppress(OSError):  # there is something in it
-                os.rmdir(os.path.join(directory, writer))
+                self._store.disk.rmdir(os.path.join(directory, writer))
 
     def _drop_files(self, directory: str, is_litter: Callable[[str, float], bool]) -> None:
         now = time.time()
-        for name in os.listdir(directory) if os.path.isdir(directory) else ():
+        for name in self._store.disk.listdir(directory):
             path = os.path.join(directory, name)
             with contextlib.suppress(FileNotFoundError):  # the data server has renamed it
-                if is_litter(name, now - os.path.getmtime(path)):
-                    os.unlink(path)
+                if is_litter(name, now - self._store.disk.changed_at(path)):
+                    self._store.disk.unlink(path)
 
 
 async def _rows_of(path: str) -> AsyncIterator[StageRows]:
