@@ -348,37 +348,47 @@ def test_the_deputy_of_a_thread_that_is_stopped_is_called_also_while_somebody_ha
 
 
 _KEEPER = """
-import os, sys
+import os, sys, time
 from warren.kernel.gates import DiskThread, Gate
 
-def keepers():
-    return sum(open(f"/proc/self/task/{task}/comm").read() == "warren-keeper\\n" for task in os.listdir("/proc/self/task"))
+def threads(name):
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        if open(f"/proc/self/task/{task}/comm").read() == name + "\\n":
+            found.append(int(task))
+    return found
 
 def write(disk, fd, times):
+    # 1 as soon as there is a keeper; 0: there was none
     for number in range(times):
         deputy = Gate()
         disk.submit(fd, b"%4d" % number, 4 * number, deputy)
         deputy.wait()
         assert disk.collect() == 0
+        if threads("warren-keeper"):
+            return 1
+    return 0
 
 allowed = {int(processor) for processor in sys.argv[2].split(",")}
 os.sched_setaffinity(0, allowed)
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 disk = DiskThread()
-for _ in range(3):  # what was started again has a keeper again
-    write(disk, fd, 10)
-    assert keepers() == 0
-    write(disk, fd, 30)
-    print(keepers())
+assert write(disk, fd, 10) == 0
+assert threads("warren-disk")
+for _ in range(2):  # what was started again has a keeper again
+    print(write(disk, fd, 1000))
     assert os.sched_getaffinity(0) == allowed, "a thread of the program was bound"
-    if os.fork() == 0:
-        write(disk, fd, 30)
-        disk.stop()
-        os._exit(keepers())
-    assert os.wait()[1] == 0
+    child = os.fork()
+    if child == 0:
+        assert not threads("warren-keeper")
+        os._exit(write(disk, fd, 1000))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(allowed) - 1
     disk.stop()
-    assert keepers() == 0
-assert os.pread(fd, 8, 4 * 28) == b"  28  29"
+    assert not threads("warren-disk")
+    deadline = time.monotonic() + 60
+    while threads("warren-keeper"):  # it goes when there was nothing to do for a second
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 """
 
 
@@ -387,12 +397,38 @@ def test_of_two_processors_the_disk_s_one_is_kept_and_no_thread_of_the_program_i
     there = sorted(os.sched_getaffinity(0))
     if len(there) < processors:
         pytest.skip("needs two processors")
-    allowed = ",".join(map(str, there[:processors]))
-    ran = subprocess.run(
-        [sys.executable, "-c", _KEEPER, tmp_path / "file", allowed], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", _KEEPER, tmp_path / "file", ",".join(map(str, there[:processors]))]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == [str(processors - 1)] * 3
+    assert ran.stdout.split() == [str(processors - 1)] * 2
+
+
+_CHANGED = """
+import os, sys
+from warren.kernel.gates import DiskThread, Gate
+
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+disk = DiskThread()
+for number in range(200):
+    deputy = Gate()
+    disk.submit(fd, b"x", number, deputy)
+    deputy.wait()
+    assert disk.collect() == 0
+    if number == int(sys.argv[2]):
+        for task in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(task), {int(sys.argv[3])})
+for task in os.listdir("/proc/self/task"):
+    name = open(f"/proc/self/task/{task}/comm").read()
+    assert name == "warren-keeper\\n" or os.sched_getaffinity(int(task)) == {int(sys.argv[3])}, name
+"""
+
+
+@pytest.mark.parametrize("after", [5, 100])
+def test_a_processor_that_is_taken_away_from_the_disk_s_thread_stays_away(tmp_path, after):
+    for processor in sorted(os.sched_getaffinity(0))[:2]:
+        command = [sys.executable, "-c", _CHANGED, tmp_path / "file", str(after), str(processor)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert ran.returncode == 0, ran.stderr
 
 
 def test_the_child_of_a_fork_starts_a_thread_of_its_own(block):

@@ -22,6 +22,7 @@ from tests.small_engine import TINY, StandIn, fetch, make_entries, open_engine, 
 from warren.cli.view import copy_durable
 from warren.errors import (
     DiskFullError,
+    InvalidArgumentError,
     StoreFailedError,
     StoreLockedError,
     StorePathError,
@@ -31,6 +32,7 @@ from warren.library import Store
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.lock import DirectoryLock
 from warren.storage.priority_queue import PriorityQueue
+from warren.storage.settings import EngineSettings
 from warren.storage.stage_file import StageReader, StageWriter
 from warren.storage.store_index import LmdbIndex
 from warren.storage.variable_queue import VariableQueue
@@ -692,3 +694,25 @@ def test_a_copy_of_a_stopped_broker_has_the_stages_that_were_decided(tmp_path):
     reader = StageReader(copy)
     assert reader.read(0, 10, 1 << 20).bodies == [b"row"]
     reader.close()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"journal_file_records": 64}, {"journal_file_records": 200}, {"journal_file_bytes": 1024}]
+)
+def test_checkpoints_of_small_journal_files_come_to_an_end(tmp_path, settings):
+    """What a checkpoint carries filled the next file by its number of records, which was due for a checkpoint at once."""
+    with warren.open(tmp_path, durability="os", settings=EngineSettings(**settings)) as store:
+        queue = store.queue("a")
+        for number in range(2000):
+            queue.publish(b"%4d" % number)
+        store.sync()
+        store.engine.tick()
+        assert store.engine.journal.sealed - store.engine.journal.floor < 20
+    with warren.open(tmp_path, durability="os") as store:
+        assert [message.body for message in store.queue("a").browse()] == [b"%4d" % number for number in range(2000)]
+
+
+@pytest.mark.parametrize("settings", [{"journal_file_records": 63}, {"journal_file_bytes": 1023}])
+def test_journal_files_that_a_checkpoint_alone_would_fill_are_refused(settings):
+    with pytest.raises(InvalidArgumentError, match=next(iter(settings))):
+        EngineSettings(**settings)

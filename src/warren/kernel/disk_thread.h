@@ -3,31 +3,12 @@
 #define WARREN_DISK_THREAD_H
 
 #include <signal.h>
-#include <sys/resource.h>
 
-#include "turnstile.h"
+#include "keeper.h"
 
 #define COLLECT_NS 50000 /* so long somebody who passes by may collect, before the deputy is woken for it; and so long it may give more */
-#define KEEP_NS 300000   /* so long the keeper stays awake for one write */
-#define KEEPER_PAUSES 20 /* between two looks whether somebody else wants its processor: half a microsecond */
-#define WATCHED 16       /* writes, after which it is known where the disk's interrupts are */
 
 enum { IDLE, WRITING, WRITTEN };
-
-/* On a machine of two processors, a second thread, which keeps the disk's processor from being idle while the disk is waited for. The kernel
-   would wake the program's threads there, and that takes three times as long as to wake them, one by one, where they are. It yields all
-   the time and is nice, so whoever else wants the processor has it within a microsecond. With more processors there is always an idle one: then
-   there is no keeper. All of this belongs to the thread for the disk. */
-typedef struct {
-    pthread_t thread;
-    int is_started;
-    sem_t work;           /* posted once if `is_asleep`: a write begins, or `stop` was set */
-    atomic_int is_asleep;
-    atomic_int stop;
-    atomic_uint writes;   /* began since the start */
-    int processors[2];    /* the two that there are; [0] is -1 if there are not two */
-    int ended[2];         /* writes that ended on either; those of before the start count half */
-} keeper_t;
 
 typedef struct {
     pthread_t thread;
@@ -44,7 +25,7 @@ typedef struct {
     size_t size;
     off_t offset;
     int failed;      /* an errno */
-    keeper_t keeper;
+    seat_t seat;     /* of the thread */
 } disk_thread_t;
 
 /* Without the lock: it is asked for with every call. */
@@ -96,79 +77,14 @@ static int await_block(disk_thread_t *disk) {
     }
 }
 
-static void *keeper_loop(void *argument) {
-    keeper_t *keeper = argument;
-    pthread_setname_np(pthread_self(), "warren-keeper");
-    setpriority(PRIO_PROCESS, (id_t)gettid(), 19);
-    while (!keeper->stop) {
-        unsigned seen = keeper->writes;
-        uint64_t now = now_ns(), end = now + KEEP_NS;
-        while (now < end && !keeper->stop) {
-            sched_yield();
-            for (int pause = 0; pause < KEEPER_PAUSES; pause++) pause_a_moment();
-            now = now_ns();
-            if (seen != keeper->writes) end = now + KEEP_NS;
-            seen = keeper->writes;
-        }
-        atomic_store(&keeper->is_asleep, 1);
-        while (sem_wait(&keeper->work)) continue;
-    }
-    return NULL;
-}
-
-static void keeper_init(keeper_t *keeper) {
-    cpu_set_t allowed;
-    keeper->is_started = 0;
-    keeper->writes = 0;
-    keeper->processors[0] = -1;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) || CPU_COUNT(&allowed) != 2) return;
-    for (int processor = 0, found = 0; found < 2; processor++)
-        if (CPU_ISSET(processor, &allowed)) keeper->processors[found++] = processor;
-    keeper->ended[0] /= 2;
-    keeper->ended[1] /= 2;
-}
-
-/* This thread, and its keeper, which inherits that, stay on the processor on which most writes ended: the interrupts of the disk are there. */
-static void keeper_start(keeper_t *keeper) {
-    cpu_set_t here;
-    CPU_ZERO(&here);
-    CPU_SET(keeper->processors[keeper->ended[1] > keeper->ended[0]], &here);
-    if (sched_setaffinity(0, sizeof here, &here)) return;
-    sem_init(&keeper->work, 0, 0);
-    keeper->is_asleep = 0;
-    keeper->stop = 0;
-    keeper->is_started = !pthread_create(&keeper->thread, NULL, keeper_loop, keeper);
-    if (!keeper->is_started) sem_destroy(&keeper->work);
-}
-
-static void keeper_stop(keeper_t *keeper) {
-    if (!keeper->is_started) return;
-    keeper->stop = 1;
-    sem_post(&keeper->work);
-    pthread_join(keeper->thread, NULL);
-    sem_destroy(&keeper->work);
-    keeper->is_started = 0;
-}
-
-static void write_begins(keeper_t *keeper) {
-    keeper->writes++;
-    if (keeper->is_started && atomic_exchange(&keeper->is_asleep, 0)) sem_post(&keeper->work);
-}
-
-static void write_ended(keeper_t *keeper) {
-    if (keeper->writes > WATCHED || keeper->processors[0] < 0) return;
-    keeper->ended[sched_getcpu() == keeper->processors[1]]++;
-    if (keeper->writes == WATCHED) keeper_start(keeper);
-}
-
 static void *disk_loop(void *argument) {
     disk_thread_t *disk = argument;
     pthread_setname_np(pthread_self(), "warren-disk");
-    keeper_init(&disk->keeper);
+    seat_init(&disk->seat);
     while (await_block(disk)) {
-        write_begins(&disk->keeper);
+        write_begins(&disk->seat);
         int failed = write_and_sync(disk->fd, disk->data, disk->size, disk->offset);
-        write_ended(&disk->keeper);
+        write_ended(&disk->seat);
         lock();
         disk->failed = failed;
         disk->state = WRITTEN;
@@ -179,7 +95,6 @@ static void *disk_loop(void *argument) {
         }
         watch(disk, IDLE); /* who collects gives the next one soon, if there is one */
     }
-    keeper_stop(&disk->keeper);
     return NULL;
 }
 
@@ -189,6 +104,9 @@ static int disk_start(disk_thread_t *disk) {
     if (disk->is_started && disk->era == turnstile.era) return 0;
     sem_init(&disk->work, 0, 0);
     disk->is_asleep = 0;
+    disk->stop = 0; /* a fork may have come in the middle of anything */
+    disk->state = IDLE;
+    disk->deputy = NULL;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
     int failed = pthread_create(&disk->thread, NULL, disk_loop, disk);

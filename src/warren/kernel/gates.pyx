@@ -21,6 +21,7 @@ cdef extern from "disk_thread.h" nogil:
     ctypedef struct gate_t:
         pass
     int turnstile_init()
+    int keeper_init()
     void gate_init(gate_t *gate)
     void gate_destroy(gate_t *gate)
     void gate_open(gate_t *gate, int at_front)
@@ -41,7 +42,7 @@ cdef extern from "disk_thread.h" nogil:
     int write_and_sync_turn(int fd, const char *data, size_t size, off_t offset)
 
 
-if turnstile_init():
+if turnstile_init() or keeper_init():
     raise MemoryError()
 
 
@@ -110,7 +111,7 @@ cdef class DiskThread:
     if it is, collects it and submits the next. If nobody passes by, the deputy's gate is opened: its thread has to collect.
 
     On a machine of two processors it stays on one of them, and has a second thread that keeps that one from being idle while it waits for
-    the disk: an idle processor attracts the crowd (`keeper_t` in disk_thread.h).
+    the disk: an idle processor attracts the crowd (keeper.h).
 
     Requires: one caller at a time. The thread is started by the first `submit` and ends with `stop`.
     """

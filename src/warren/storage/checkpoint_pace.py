@@ -16,6 +16,9 @@ from warren.storage.settings import EngineSettings
 Sizes = list[tuple[int, QueueIndex]]  # journal bytes that each queue still needs of some files
 
 
+_LEAST_BYTES = 16  # of a record
+
+
 class CheckpointPace:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
@@ -40,8 +43,10 @@ class CheckpointPace:
         return False
 
     def divide(self, sizes: Sizes, files: int) -> tuple[list[QueueIndex], list[QueueIndex]]:
-        """Queues that get segments, and queues that are carried."""
-        room = files * self._settings.journal_file_bytes // 4
+        """Queues that get segments, and queues that are carried: what fits in a quarter of a file, by bytes and by records.
+        If it filled one, that would be sealed and due, too, and there would be no end."""
+        settings = self._settings
+        room = files * min(settings.journal_file_bytes, settings.journal_file_records * _LEAST_BYTES) // 4
         movers: list[QueueIndex] = []
         small: list[QueueIndex] = []
         for size, index in sorted(sizes, key=lambda pair: pair[0]):

@@ -47,8 +47,8 @@ class EngineSettings:
     # The least and the most, where they are not "0 or more".
     _BOUNDS: ClassVar[dict[str, tuple[int, int]]] = {
         "segment_entries": (1, 65536),  # .qa counts slots in 16 bits
-        "journal_file_bytes": (1, _MOST),
-        "journal_file_records": (1, _MOST),
+        "journal_file_bytes": (1024, _MOST),  # fewer, and a checkpoint's own records fill the next file, without end
+        "journal_file_records": (64, _MOST),
         "journal_files_behind": (1, _MOST),
         "journal_files_most": (1, _MOST),
         "max_message_bytes": (1, _MOST),
