@@ -122,7 +122,7 @@ def test_settings_that_make_no_sense_are_refused(name, value):
     [
         ("segment_entries", 0, "an integer of 1 to 65536"),
         ("segment_entries", 65537, "an integer of 1 to 65536"),
-        ("journal_file_bytes", 1 << 32, "an integer of 1 to 2147483647"),
+        ("journal_file_bytes", 1 << 32, "an integer of 1024 to 2147483647"),
         ("load_entries", 2.5, "an integer of 1"),
         ("garbage_fraction", 1.5, "a number of 0 to 1"),
         ("store_index", "btree", "'table' or 'lmdb'"),

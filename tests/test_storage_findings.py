@@ -32,6 +32,7 @@ from warren.library import Store
 from warren.storage.disk import Disk, DiskFile
 from warren.storage.lock import DirectoryLock
 from warren.storage.priority_queue import PriorityQueue
+from warren.storage.segment import SegmentFiles
 from warren.storage.settings import EngineSettings
 from warren.storage.stage_file import StageReader, StageWriter
 from warren.storage.store_index import LmdbIndex
@@ -716,3 +717,39 @@ def test_checkpoints_of_small_journal_files_come_to_an_end(tmp_path, settings):
 def test_journal_files_that_a_checkpoint_alone_would_fill_are_refused(settings):
     with pytest.raises(InvalidArgumentError, match=next(iter(settings))):
         EngineSettings(**settings)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"x-max-priority": 3}, {"x-queue-mode": "lazy"}])
+def test_a_message_that_came_back_before_it_was_checked_out_is_redelivered_after_a_stop(tmp_path, arguments):
+    with warren.open(tmp_path, durability="os") as store:
+        queue = store.queue("a", arguments=arguments)
+        queue.publish_many([b"came back", b"never out"])
+        message = queue.get()
+        assert message is not None
+        message.nack(requeue=True)
+        store.engine.checkout(store.engine.queues["a"], "lease", 2)
+    with warren.open(tmp_path, durability="os") as store:
+        found = {
+            message.body: message.redelivered for message in store.queue("a", arguments=arguments).browse(unacked=True)
+        }
+        assert found == {b"came back": True, b"never out": False}
+
+
+def test_acks_of_a_segment_are_unlinked_only_when_it_is_safe_that_the_segment_is_gone(tmp_path):
+    """Its process died between the unlink of the .qi and the sync of the directory, so nothing is dead for the next start. If
+    that unlinked the .qa at once, a power loss could bring back the .qi alone, and acked messages with it."""
+    disk = FaultyDisk(tmp_path / "disk")
+    directory = f"{disk.root}/queue"
+    disk.make_dirs(directory)
+    for suffix in ("qi", "qs", "qa"):
+        file = disk.create(f"{directory}/1.{suffix}")
+        file.append(b"x")
+        file.sync()
+    disk.sync_dir(directory)
+    files = SegmentFiles(disk, directory, 1, TINY.segment_entries)
+    disk.unlink(f"{directory}/1.qi")
+    before = len(disk.trace)
+    files.clear_away([])
+    calls = [(call.kind, os.path.basename(call.path)) for call in disk.trace[before:]]
+    assert calls.index(("sync_dir", "queue")) < min(calls.index(("unlink", "1.qs")), calls.index(("unlink", "1.qa")))
+    assert disk.listdir(directory) == []

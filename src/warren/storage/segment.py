@@ -204,17 +204,22 @@ class SegmentFiles:
                     self._disk.unlink(path)
 
     def clear_away(self, dead: list[int]) -> None:
-        """At a dirty start: unlink segments that have nothing alive, and what a crash left of those before them."""
+        """At a dirty start: unlink segments that have nothing alive, and what a crash left of those before them. That a .qi
+        is gone has to be safe first, also where it was gone already: the process that unlinked it may have died before its
+        sync, and after a power loss it would be back, without its acks."""
         for number in dead:
             self.unlink_index(number)
-        if dead:
-            self._disk.sync_dir(self._directory)
         names = self._disk.listdir(self._directory)
+        left = []
         for name in names:
             stem, _, suffix = name.partition(".")
             if suffix.endswith(".tmp") or (suffix in ("qs", "qa") and f"{stem}.qi" not in names):
-                with contextlib.suppress(OSError):
-                    self._disk.unlink(os.path.join(self._directory, name))
+                left.append(name)
+        if dead or left:
+            self._disk.sync_dir(self._directory)
+        for name in left:
+            with contextlib.suppress(OSError):
+                self._disk.unlink(os.path.join(self._directory, name))
 
     # -- .qa ---------------------------------------------------------------------------------------------------------
 

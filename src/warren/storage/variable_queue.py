@@ -89,10 +89,10 @@ class VariableQueue(PendingAcks):
 
     def terminate(self) -> dict[str, Any]:
         total = self._drop_transient()
-        pending = RangeSet(self.returned.pairs())
+        pending = RangeSet(self._disk_pending.pairs())
+        pending.remove_pairs(self._leased.pairs())  # a checkout is no delivery
         pending.add_pairs(seq_ranges(sorted(self._ram_pending)))
-        pending.add_pairs(self._disk_pending.pairs())
-        pending.remove_pairs(self._leased.pairs())
+        pending.add_pairs(self.returned.pairs())
         alive = RangeSet(self.index.live_pairs(0, self.seqs.next) if pending or self.counts else ())
         return {
             "redelivered_below": self.redelivered_below,
