@@ -1,11 +1,12 @@
 """`make bench-rabbitmq`: Warren beside RabbitMQ on this machine, under the same load.
 
-    python -m bench.rabbitmq [--seconds 8] [--messages 300000] [--repeat 3] [--only fill] [--quick]
+    python -m bench.rabbitmq [--seconds 8] [--scale 1] [--repeat 3] [--only fill] [--quick]
 
 Both brokers run during all of it, each with a fresh directory on the measured disk, and one of them is idle while the other
 works. Each scenario goes round Warren and versions 1 and 2 of RabbitMQ's classic queues, `--repeat` times, and
 the medians count. Warren runs with `durability = fsync`, its default: a confirm comes after fdatasync. RabbitMQ 3.10 syncs
-v1 and v2 as it sees fit; nothing of its configuration is changed but ports and directories.
+v1 and v2 as it sees fit; nothing of its configuration is changed but ports and directories. Durable lines last for ten of
+Warren's checkpoints and more, which the report counts (`checkpoints.py`).
 
 RabbitMQ is Debian's, installed if it is missing. Only what was started here is stopped here.
 """
@@ -25,11 +26,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.checkpoints import ENOUGH, Checkpoints
 from bench.harness import RESULTS, commit, fdatasync_microseconds, filesystem, median, scratch
 from warren.amqp.bulk_client import connect
 from warren.cli.bench import Outcome, measure
@@ -42,6 +44,8 @@ _STOP_SECONDS = 30
 _REST_SECONDS = 1.0  # between two runs: what a broker does after its queue is gone
 _WINDOW = 1000
 _ACK_EVERY = 100
+_SIZES = ((16, "16 B"), (1024, "1 KiB"))
+_BACKLOG = {16: 3_600_000, 1024: 450_000}  # a journal file takes 262,144 messages or 32 MiB: more than ten of them
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Candidate:
     name: str
     url: str
     arguments: dict[str, Any]
+    checkpoints: Checkpoints | None = None  # of a Warren
 
 
 @dataclass(frozen=True)
@@ -61,18 +66,19 @@ class Scenario:
     drained_as: str = ""
 
 
-def scenarios(messages: int) -> list[Scenario]:
+def scenarios(scale: float) -> list[Scenario]:
+    """All of them, with that part of the backlogs."""
     found = []
-    for size, label in ((16, "16 B"), (1024, "1 KiB")):
+    for size, label in _SIZES:
         transient = Load("", size=size, ack_every=0)
         found.append(Scenario("transient", f"transient, no acks, {label}", transient))
     safe = {"persistent": True, "confirm": _WINDOW, "ack_every": _ACK_EVERY, "prefetch": _WINDOW}
-    for size, label in ((16, "16 B"), (1024, "1 KiB")):
+    for size, label in _SIZES:
         found.append(
             Scenario("persistent", f"persistent, confirms, acks, {label}", Load("", size=size, **safe))  # type: ignore[arg-type]
         )
-    for size, label in ((16, "16 B"), (1024, "1 KiB")):
-        fill = Load("", size=size, mode="fill", messages=messages, **safe)  # type: ignore[arg-type]
+    for size, label in _SIZES:
+        fill = Load("", size=size, mode="fill", messages=int(_BACKLOG[size] * scale), **safe)  # type: ignore[arg-type]
         found.append(Scenario("fill", f"fill with confirms, {label}", fill, f"drain with acks, {label}"))
     return found
 
@@ -134,16 +140,16 @@ def rabbitmq(directory: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def warren(directory: Path) -> Iterator[str]:
+def warren(directory: Path) -> Iterator[Candidate]:
     directory.mkdir()
-    port = free_port()
+    port, http_port = free_port(), free_port()
     command = [sys.executable, "-m", "warren.cli.main", "serve", "--data-dir", str(directory / "data")]
-    command += ["--amqp-port", str(port), "--http-port", "0", "--durability", "fsync"]
+    command += ["--amqp-port", str(port), "--http-port", str(http_port), "--durability", "fsync"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WARREN_")}
     with running(command, directory / "out", environment):
         url = f"amqp://guest:guest@127.0.0.1:{port}/%2F"
         wait_for(url, directory / "out")
-        yield url
+        yield Candidate("Warren", url, {}, Checkpoints(directory / "data", url, f"http://127.0.0.1:{http_port}"))
 
 
 @contextlib.contextmanager
@@ -189,13 +195,25 @@ def run(scenario: Scenario, candidate: Candidate, seconds: float) -> dict[str, O
     os.sync()  # what the other broker left to the kernel is not this one's to wait for
     time.sleep(_REST_SECONDS)
     if not scenario.drained_as:
-        return {scenario.name: measure(load, seconds, warmup=min(1.0, seconds / 4))}
+        return {scenario.name: counted(candidate, lambda: measure(load, seconds, warmup=min(1.0, seconds / 4)))}
+    asked = candidate.checkpoints.asked_for() if candidate.checkpoints is not None else contextlib.nullcontext()
     try:
-        filled = measure(load, 0)
-        drained = measure(replace(load, mode="drain"), 0)
+        filled = counted(candidate, lambda: measure(load, 0))
+        with asked:
+            drained = counted(candidate, lambda: measure(replace(load, mode="drain"), 0))
     finally:
         asyncio.run(remove_queues(load))
     return {scenario.name: filled, scenario.drained_as: drained}
+
+
+def counted(candidate: Candidate, measured: Callable[[], Outcome]) -> Outcome:
+    """What was measured, with Warren's checkpoints meanwhile among its counts."""
+    if candidate.checkpoints is None:
+        return measured()
+    before = candidate.checkpoints.done()
+    outcome = measured()
+    outcome.counts["checkpoints"] = candidate.checkpoints.done() - before
+    return outcome
 
 
 def rate(outcome: Outcome, name: str) -> float:
@@ -255,6 +273,16 @@ def confirm_table(found: dict[str, dict[str, list[Outcome]]], candidates: list[C
     return lines if len(lines) > 2 else []
 
 
+def checkpoint_table(found: dict[str, dict[str, list[Outcome]]], ours: str) -> list[str]:
+    """Of the durable lines; a transient one has nothing to write."""
+    lines = ["| checkpoints meanwhile, the fewest of all runs | |", "|---|--:|"]
+    for name, outcomes in found.items():
+        if not name.startswith("transient"):
+            fewest = min(outcome.counts["checkpoints"] for outcome in outcomes[ours])
+            lines.append(f"| {name} | {fewest}{'' if fewest >= ENOUGH else f' (**void: below {ENOUGH}**)'} |")
+    return lines if len(lines) > 2 else []
+
+
 def report(
     found: dict[str, dict[str, list[Outcome]]],
     candidates: list[Candidate],
@@ -278,11 +306,13 @@ def report(
             "One publisher, one consumer, one durable queue, bodies of random bytes, load by `warren bench` in processes of "
             f"its own on the same machine. Confirms: {_WINDOW} open; acks: one for {_ACK_EVERY}, prefetch {_WINDOW}. A flow "
             "counts the lesser of what went in and came out, a fill its confirms, a drain up to the last ack. "
-            "Warren confirms after fdatasync.",
+            "Warren confirms after fdatasync. While it drains, snapshots of it are taken, which make it write checkpoints.",
             "",
             *table(found, candidates),
             "",
             *confirm_table(found, candidates),
+            "",
+            *checkpoint_table(found, candidates[0].name),
             "",
         ]
     )
@@ -291,28 +321,28 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.rabbitmq")
     parser.add_argument("--seconds", type=float, default=8, help="of each flow")
-    parser.add_argument("--messages", type=int, default=300_000, help="of each backlog")
+    parser.add_argument("--scale", type=float, default=1, help="of the backlogs that are filled and drained")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="transient,persistent,fill", help="of transient, persistent, fill")
     parser.add_argument("--quick", action="store_true", help="once and short, and no report is written")
     options = parser.parse_args()
     if options.quick:
-        options.seconds, options.messages, options.repeat = 3, 100_000, 1
-    chosen = [each for each in scenarios(options.messages) if each.key in options.only.split(",")]
+        options.seconds, options.scale, options.repeat = 3, 0.1, 1
+    chosen = [each for each in scenarios(options.scale) if each.key in options.only.split(",")]
     ensure_rabbitmq()
     disk = fdatasync_microseconds()
     print(f"fdatasync p50 {disk[0]:.0f} us, p99 {disk[1]:.0f} us", flush=True)
     with (
         scratch() as path,
         rabbitmq(Path(path) / "rabbitmq") as rabbit_url,
-        warren(Path(path) / "warren") as warren_url,
+        warren(Path(path) / "warren") as ours,
     ):
         candidates = [
-            Candidate("Warren", warren_url, {}),
+            ours,
             Candidate("RabbitMQ v1", rabbit_url, {"x-queue-version": 1}),
             Candidate("RabbitMQ v2", rabbit_url, {"x-queue-version": 2}),
         ]
-        about = {name: asyncio.run(server_properties(url)) for name, url in (("w", warren_url), ("r", rabbit_url))}
+        about = {name: asyncio.run(server_properties(url)) for name, url in (("w", ours.url), ("r", rabbit_url))}
         versions = (
             f"Warren {about['w'].get('version')}, RabbitMQ {about['r'].get('version')} ({about['r'].get('platform')})"
         )

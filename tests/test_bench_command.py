@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,12 +220,42 @@ def test_the_table_has_medians_and_the_ratio_to_the_better_of_the_others():
 
 
 def test_a_scenario_runs_on_a_warren_of_its_own_which_ends_with_it(tmp_path):
-    with rabbitmq.warren(tmp_path / "warren") as url:
-        fill = next(each for each in rabbitmq.scenarios(400) if each.key == "fill")
-        found = rabbitmq.run(fill, rabbitmq.Candidate("Warren", url, {"x-queue-version": 2}), 0)
+    with rabbitmq.warren(tmp_path / "warren") as ours:
+        fill = next(each for each in rabbitmq.scenarios(1 / 9000) if each.key == "fill")
+        found = rabbitmq.run(fill, ours, 0)
         assert {name: each.counts["confirmed"] + each.counts["consumed"] for name, each in found.items()} == {
             "fill with confirms, 16 B": 400,
             "drain with acks, 16 B": 400,
         }
+        assert found["fill with confirms, 16 B"].counts["checkpoints"] == 0  # the journal's first file has room
     with pytest.raises(OSError, match=r"refused|Connect call failed"):
-        asyncio.run(connect(url))
+        asyncio.run(connect(ours.url))
+
+
+def test_checkpoints_are_counted_and_come_when_they_are_asked_for(tmp_path):
+    with rabbitmq.warren(tmp_path / "warren") as ours:
+        checkpoints = ours.checkpoints
+        assert checkpoints is not None
+        fill = next(
+            each.load for each in rabbitmq.scenarios(1 / 180) if each.key == "fill"
+        )  # a tenth of a journal file
+        assert fill.messages == 20_000
+        rabbitmq.measure(replace(fill, url=ours.url), 0)
+        assert checkpoints.done() == 0
+        deadline = time.monotonic() + 60
+        with checkpoints.asked_for():
+            while checkpoints.done() < 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert checkpoints.done() >= 1
+
+
+def test_the_report_says_where_checkpoints_were_too_few():
+    runs = [outcome(1), outcome(1)]
+    runs[0].counts["checkpoints"], runs[1].counts["checkpoints"] = 12, 10
+    few = outcome(1)
+    few.counts["checkpoints"] = 9
+    found = {"transient, 16 B": {"Warren": [outcome(1)]}, "fill, 16 B": {"Warren": runs}, "drain": {"Warren": [few]}}
+    assert rabbitmq.checkpoint_table(found, "Warren")[2:] == [
+        "| fill, 16 B | 10 |",
+        "| drain | 9 (**void: below 10**) |",
+    ]

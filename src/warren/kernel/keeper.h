@@ -171,20 +171,23 @@ static void seat_init(seat_t *seat) {
     seat->ended[0] = seat->ended[1] = 0;
 }
 
+/* One of the two processors; below 0: both. */
+static cpu_set_t mask_of(const seat_t *seat, int processor) {
+    cpu_set_t mask;
+    CPU_ZERO(&mask);
+    for (int i = 0; i < 2; i++)
+        if (processor < 0 || processor == seat->processors[i]) CPU_SET(seat->processors[i], &mask);
+    return mask;
+}
+
 /* It is left alone once somebody else has changed what it, or the program's main thread, may run on. */
 static void sit(seat_t *seat, int processor) {
-    cpu_set_t allowed, expected, of_main;
-    CPU_ZERO(&expected);
-    for (int i = 0; i < 2; i++)
-        if (seat->bound < 0 || seat->bound == seat->processors[i]) CPU_SET(seat->processors[i], &expected);
+    cpu_set_t allowed, of_main, expected = mask_of(seat, seat->bound), wanted = mask_of(seat, processor);
     seat->is_of_two = !sched_getaffinity(0, sizeof allowed, &allowed) && CPU_EQUAL(&allowed, &expected) &&
                       !sched_getaffinity(getpid(), sizeof of_main, &of_main) && CPU_ISSET(seat->processors[0], &of_main) &&
                       CPU_ISSET(seat->processors[1], &of_main);
     if (!seat->is_of_two) return;
-    CPU_ZERO(&allowed);
-    for (int i = 0; i < 2; i++)
-        if (processor < 0 || processor == seat->processors[i]) CPU_SET(seat->processors[i], &allowed);
-    if (!sched_setaffinity(0, sizeof allowed, &allowed)) seat->bound = processor;
+    if (!sched_setaffinity(0, sizeof wanted, &wanted)) seat->bound = processor;
 }
 
 static void write_begins(seat_t *seat) {
