@@ -548,6 +548,32 @@ def test_a_requeue_that_cannot_read_for_want_of_a_descriptor_changes_nothing(tmp
     store.abandon()
 
 
+@pytest.mark.parametrize("arguments", [{}, {"x-max-priority": 1}], ids=["one level", "priorities"])
+@pytest.mark.parametrize("moved", [True, False], ids=["in segments", "in the journal"])
+def test_a_requeue_that_is_prepared_reads_nothing_more(tmp_path, moved, arguments):
+    """With priorities it read everything twice, and a disk that failed the second time left half of it done."""
+    disk = Exhausted()
+    store = open_engine(str(tmp_path), disk)
+    queue = store.declare("q", arguments=arguments)
+    for level in range(len(arguments) + 1):
+        queue.backing.publish(make_entries(store, queue, [LARGE, b"small"] * 10, persistent=True, level=level))
+    store.sync()
+    if moved:
+        store.checkpoint(seal=True, carry_below=0)
+    seqs = fetch(queue, 40)
+    levels = queue.backing.levels if isinstance(queue.backing, PriorityQueue) else [queue.backing]
+    for one in levels:
+        assert isinstance(one, VariableQueue)
+        one.set_ram_target(2)
+    finish = queue.backing.prepare_requeue(seqs)
+    disk.fail(store)
+    assert finish() == seqs
+    assert (len(queue.backing), queue.backing.pending_count) == (len(seqs), 0)
+    disk.down = False
+    assert take_all(queue) == seqs
+    store.abandon()
+
+
 @pytest.mark.parametrize("body", [b"small", LARGE], ids=["in the journal", "in the message store"])
 @pytest.mark.parametrize("how", ["ack", "nack"])
 def test_messages_that_could_not_be_settled_for_want_of_a_descriptor_can_be_settled_later(tmp_path, how, body):

@@ -118,8 +118,9 @@ class BackingQueue(Protocol):
         """Put pending messages back where they were; those that were pending. The disk may refuse what that has to write:
         then nothing has happened."""
 
-    def prepare_requeue(self, seqs: list[int]) -> None:
-        """Write and read what a `requeue` of these needs first. It may fail; nothing has happened then."""
+    def prepare_requeue(self, seqs: list[int], count_delivery: bool = True) -> Callable[[], list[int]]:
+        """Write and read what a `requeue` of these needs first; the rest of it, to be called at once. This may fail, and
+        nothing has happened then; the disk cannot refuse the rest."""
 
     def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
         """Visit pending messages with their bodies; they stay pending."""

@@ -241,7 +241,9 @@ class PendingAcks(Paging):
     # -- requeue -------------------------------------------------------------------------------------------------------
 
     def requeue(self, seqs: list[int], count_delivery: bool = True) -> list[int]:
-        loaded = self._prepare_requeue(seqs)
+        return self._requeue(seqs, self._load_for_requeue(seqs), count_delivery)
+
+    def _requeue(self, seqs: list[int], loaded: list[Entry], count_delivery: bool) -> list[int]:
         found, missing = take_pending(self._ram_pending, seqs)
         size, bodies = sizes(found)
         self._unacked_bytes -= bodies
@@ -258,10 +260,11 @@ class PendingAcks(Paging):
         self._return(entries)
         return [seq for seq in seqs if seq in known]
 
-    def prepare_requeue(self, seqs: list[int]) -> None:
-        self._prepare_requeue(seqs)
+    def prepare_requeue(self, seqs: list[int], count_delivery: bool = True) -> Callable[[], list[int]]:
+        loaded = self._load_for_requeue(seqs)
+        return lambda: self._requeue(seqs, loaded, count_delivery)
 
-    def _prepare_requeue(self, seqs: list[int]) -> list[Entry]:
+    def _load_for_requeue(self, seqs: list[int]) -> list[Entry]:
         """What the disk may refuse, before anything changes: transient messages that go back to delta are written, and
         those that are pending on disk, which this returns, are read."""
         self._page_out_for_delta(seqs)

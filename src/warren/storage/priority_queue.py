@@ -164,13 +164,17 @@ class PriorityQueue:
             level.journal_ack(seqs)
 
     def requeue(self, seqs: list[int], count_delivery: bool = True) -> list[int]:
-        self.prepare_requeue(seqs)  # a level that is refused when others have theirs back would leave half of it done
-        return self._spread(seqs, lambda level, some: level.requeue(some, count_delivery))
+        return self.prepare_requeue(seqs, count_delivery)()
 
-    def prepare_requeue(self, seqs: list[int]) -> None:
-        for level in self.levels:
-            if level.pending_count:
-                level.prepare_requeue(seqs)
+    def prepare_requeue(self, seqs: list[int], count_delivery: bool = True) -> Callable[[], list[int]]:
+        # All levels first: one that is refused when others have theirs back would leave half of it done.
+        prepared = [level.prepare_requeue(seqs, count_delivery) for level in self._down if level.pending_count]
+
+        def finish() -> list[int]:
+            known = {seq for rest in prepared for seq in rest()}
+            return [seq for seq in seqs if seq in known]
+
+        return finish
 
     def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
         for level in self._down:

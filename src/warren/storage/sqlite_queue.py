@@ -337,8 +337,8 @@ class SqliteQueue:
         self._rates.entered += len(entries)
         self._settle_down()
 
-    def prepare_requeue(self, seqs: list[int]) -> None:
-        pass
+    def prepare_requeue(self, seqs: list[int], count_delivery: bool = True) -> Callable[[], list[int]]:
+        return lambda: self.requeue(seqs, count_delivery)
 
     def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
         for seq in seqs:

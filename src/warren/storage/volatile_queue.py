@@ -186,8 +186,8 @@ class VolatileQueue:
                 self.counts[entry.seq] = self.counts.get(entry.seq, 0) + 1
         self._merge(sorted(found, key=_by_seq))
 
-    def prepare_requeue(self, seqs: list[int]) -> None:
-        pass
+    def prepare_requeue(self, seqs: list[int], count_delivery: bool = True) -> Callable[[], list[int]]:
+        return lambda: self.requeue(seqs, count_delivery)
 
     def ackfold(self, function: Callable[[Entry, T], T], accumulator: T, seqs: list[int]) -> T:
         for seq in seqs:
