@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
 
 import lmdb
 import pika
@@ -23,11 +25,11 @@ def declare(channel) -> None:
     channel.confirm_delivery()
 
 
-def publish(channel, body: bytes, delay: int) -> None:
+def publish(channel, body: bytes, delay: object) -> None:
     channel.basic_publish("later", "k", body, pika.BasicProperties(delivery_mode=2, headers={"x-delay": delay}))
 
 
-def wait_for(channel, count: int) -> list[tuple[bytes, int, float]]:
+def wait_for(channel, count: int) -> list[tuple[bytes, Any, float]]:
     found = []
     for method, properties, body in channel.consume("q", auto_ack=True, inactivity_timeout=20):
         assert method is not None, found
@@ -259,3 +261,41 @@ def test_a_table_of_times_goes_on_after_a_real_disk_was_full(small_disk):
         assert table.first(1, 1 << 40) == [rows[100]]
     finally:
         table.close()
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_a_message_has_its_own_time_to_live_from_the_moment_it_was_waited_for(channel, mode):
+    """Only the queue's counted, and it stayed for ever."""
+    declare(channel)
+    channel.queue_declare("long", durable=True, arguments={"x-message-ttl": 3_600_000})
+    channel.queue_bind("long", "later", "k")
+    properties = pika.BasicProperties(delivery_mode=mode, expiration="1", headers={"x-delay": 50})
+    channel.basic_publish("later", "k", b"gone", properties)
+    channel.basic_publish("later", "k", b"stays", pika.BasicProperties(headers={"x-delay": 300}))
+    channel.connection.sleep(1)
+    for queue in ("q", "long"):
+        found = [eventually(lambda queue=queue: channel.basic_get(queue, auto_ack=True)[2])]
+        while (body := channel.basic_get(queue, auto_ack=True)[2]) is not None:
+            found.append(body)
+        assert found == [b"stays"]
+
+
+@pytest.mark.parametrize(
+    ("delay", "waited"),
+    [("200", -200), ("+200", -200), (Decimal("200.5"), -200), ("soon", "soon"), ("-5", "-5")],
+)
+def test_a_delay_in_digits_is_one_and_comes_back_as_a_whole_number(channel, delay, waited):
+    """As in the plugin. Text was no delay at all: who makes all his headers text was not delayed, and not told."""
+    declare(channel)
+    began = time.time()
+    publish(channel, b"m", delay)
+    [(body, header, at)] = wait_for(channel, 1)
+    assert (body, header, type(header)) == (b"m", waited, type(waited))
+    if isinstance(waited, int):
+        assert at - began >= 0.2
+
+
+def test_a_delay_in_digits_that_is_too_long_is_refused(channel):
+    declare(channel)
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker, match="invalid x-delay 99999999999"):
+        publish(channel, b"m", "99999999999")

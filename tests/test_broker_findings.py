@@ -13,6 +13,7 @@ import pika
 import pika.exceptions
 import pytest
 
+import warren
 from tests.broker_process import served
 from tests.test_broker_limits import opened
 from warren.amqp.methods import encode
@@ -315,3 +316,28 @@ def test_names_that_are_not_utf_8_are_the_channels_mistake_and_leave_nothing_beh
     assert broker.queue_names() == ["kept"]
     assert "x\udcff" not in broker.call(lambda: list(vhost.router.exchanges))
     assert len(broker.call(lambda: vhost.router.bindings_to_queue("kept"))) == (not durable)
+
+
+@pytest.mark.parametrize("queues", [1, 2])
+@pytest.mark.parametrize("of", ["the message", "the queue"])
+def test_times_to_live_of_a_transaction_begin_with_its_commit(tmp_path, of, queues):
+    """They began with the publish: what was committed later than that was dropped, or a dead letter, and nobody had it."""
+    arguments = {"x-message-ttl": 3_600_000} if of == "the queue" else {}
+    names = [f"q{number}" for number in range(queues)]
+    with served(tmp_path) as broker:
+        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+        channel = connection.channel()
+        for name in names:
+            channel.queue_declare(name, durable=True, arguments=arguments)
+            channel.queue_bind(name, "amq.fanout")
+        channel.tx_select()
+        properties = pika.BasicProperties(delivery_mode=2, expiration="3600000" if of == "the message" else None)
+        channel.basic_publish("amq.fanout", "", b"m", properties)
+        connection.sleep(0.3)
+        committed_at = time.time()
+        channel.tx_commit()
+        connection.close()
+    with warren.open(tmp_path) as store:
+        for name in names:
+            [message] = store.queue(name, arguments=arguments).browse()
+            assert message.entry.expiry / 1e6 >= committed_at + 3600

@@ -17,6 +17,7 @@ import pytest
 from tests.broker_process import Served, served
 from warren.amqp.methods import encode
 from warren.kernel.frame_writer import method_frame, publishes
+from warren.storage.layout import hashed
 
 # pika leaves the sockets of lost connections to the collector.
 pytestmark = [
@@ -247,3 +248,21 @@ def test_what_is_no_amqp_is_told_the_version_and_closed(tmp_path, bytes_):
                 received += data
         assert received in (b"AMQP\x00\x00\x09\x01", b"")
         broker.connect().close()
+
+
+def test_inline_a_vhost_that_cannot_be_opened_stays_down_and_the_others_run(tmp_path):
+    """It kept the node from starting."""
+    data = tmp_path / "data"
+    with served(data, "--inline", vhosts=("good", "bad")) as broker:
+        for vhost in ("good", "bad"):
+            connection = broker.connect(vhost)
+            connection.channel().queue_declare("q", durable=True)
+            connection.close()
+    (data / "vhosts" / hashed("bad") / "meta.db").write_bytes(b"no database" * 1000)
+    with served(data, "--inline") as broker:
+        connection = broker.connect("good")
+        assert connection.channel().queue_declare("q", passive=True).method.message_count == 0
+        connection.close()
+        assert "vhost 'bad' cannot be opened and stays down" in broker.log.read_text()
+        with pytest.raises(pika.exceptions.AMQPError):
+            pika.BlockingConnection(pika.URLParameters(broker.vhost_url("bad")))

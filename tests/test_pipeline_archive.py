@@ -4,18 +4,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 from pathlib import Path
 
+import pika
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import warren
+from tests.broker_process import served
 from tests.spark_session import spark  # noqa: F401
 from warren.errors import WarrenError
+from warren.pipeline import register
 from warren.pipeline.errors import PipelineError
 from warren.pipeline.jobs import archive as job
 from warren.pipeline.jobs import archive_files
@@ -94,7 +98,7 @@ def test_a_second_run_is_beside_the_first_and_messages_of_both_count_once(spark,
     assert read_archive(spark, str(tmp_path), [second.run]).count() == second.messages
 
 
-ODD = ("a/b", "it's", 'quo"te', "100%", "x=y", "[1]^{2}", "ünïcode", "back\\slash", " ")
+ODD = ("a/b", "it's", 'quo"te', "100%", "x=y", "[1]^{2}", "ünïcode", "back\\slash", " ", "__HIVE_DEFAULT_PARTITION__")
 
 
 def test_odd_names_and_priorities_come_back_as_they_were(spark, tmp_path):
@@ -200,3 +204,83 @@ def test_messages_of_other_users_can_be_replayed_without_their_user_id(spark, tm
     assert replay(spark, str(tmp_path / "archive"), Origin(url="http://127.0.0.1:1", user="guest")) == 3
     [(_, rows, _, _)] = published
     assert [row.user_id for row in rows] == [None, "guest", None]
+
+
+def test_replay_of_a_queue_that_the_archive_does_not_have_names_those_that_it_has(spark, origin, tmp_path, published):
+    """It published nothing, and said that it was done."""
+    archive(spark, origin, str(tmp_path), queue_pattern="orders|007")
+    target = Origin(url="http://127.0.0.1:1")
+    with pytest.raises(
+        PipelineError, match=r"no messages of queue 'typo'; there is '007' of vhost '/', 'orders' of vhost '/'"
+    ):
+        replay(spark, str(tmp_path), target, queue="typo")
+    with pytest.raises(PipelineError, match=r"no messages of queue 'orders' of vhost 'other'; there is"):
+        replay(spark, str(tmp_path), target, queue="orders", vhost="other")
+    assert published == []
+
+
+@pytest.fixture
+def password(tmp_path: Path) -> str:
+    path = tmp_path / "password"
+    path.write_text("guest")
+    return str(path)
+
+
+def test_headers_have_their_types_again_after_a_replay(spark, tmp_path, password):
+    """A number came back as text: a binding to it took the message no more."""
+    register(spark)
+    headers = {
+        "n": 5,
+        "b": True,
+        "t": "5",
+        "none": None,
+        "x-death": [{"count": 2, "queue": "q"}],
+        "": b"\xff",
+    }
+    with (
+        served(tmp_path / "broker") as broker,
+        contextlib.closing(pika.BlockingConnection(pika.URLParameters(broker.url))) as connection,
+    ):
+        channel = connection.channel()
+        channel.queue_declare("q", durable=True)
+        channel.basic_publish("", "q", b"1", pika.BasicProperties(headers=headers))
+        channel.basic_publish("", "q", b"2", pika.BasicProperties(headers={}))
+        channel.basic_publish("", "q", b"3")
+        target = Origin(url=broker.http_url, user="guest", password_file=password)
+        with target:
+            archive(spark, target, str(tmp_path / "archive"), queue="q")
+        before = [channel.basic_get("q", auto_ack=True)[1].headers for _ in range(3)]
+        assert replay(spark, str(tmp_path / "archive"), target) == 3
+        assert [channel.basic_get("q", auto_ack=True)[1].headers for _ in range(3)] == before
+        assert {name: type(value) for name, value in before[0].items()}["n"] is int
+
+
+def test_messages_that_no_queue_takes_are_not_replayed_and_neither_are_the_others(spark, tmp_path, password):
+    """They were dropped, and counted as published."""
+    register(spark)
+    with warren.open(tmp_path / "data") as store:
+        store.queue("orders").publish(b"1")
+        store.queue("lost").publish(b"2")
+    archive(spark, Origin(path=str(tmp_path / "data")), str(tmp_path / "archive"))
+    with served(tmp_path / "broker") as broker:
+        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+        channel = connection.channel()
+        channel.queue_declare("orders", durable=True)
+        target = Origin(url=broker.http_url, user="guest", password_file=password)
+        with pytest.raises(PipelineError, match="no queue takes 1 rows, the first of them sent to exchange '' with"):
+            replay(spark, str(tmp_path / "archive"), target)
+        assert channel.queue_declare("orders", passive=True).method.message_count == 0
+        channel.queue_declare("lost", durable=True)
+        assert replay(spark, str(tmp_path / "archive"), target) == 2
+        assert channel.basic_get("lost", auto_ack=True)[2] == b"2"
+        connection.close()
+
+
+def test_a_name_that_is_too_long_for_a_directory_is_refused_with_the_remedy(spark, tmp_path):
+    with warren.open(tmp_path / "data") as store:
+        store.queue("q" * 255).publish(b"1")
+    with pytest.raises(
+        PipelineError, match=r"cannot be archived: its name makes a directory's name of 261 bytes.*--queue"
+    ):
+        archive(spark, Origin(path=str(tmp_path / "data")), str(tmp_path / "archive"))
+    assert not (tmp_path / "archive").exists() or os.listdir(tmp_path / "archive") == []

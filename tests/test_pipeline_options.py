@@ -27,6 +27,8 @@ GOOD = {"path": "data", "queue": "orders"}
         ({**GOOD, "minPartitions": "0"}, "option minPartitions is '0'; it is a whole number, 1 or more"),
         ({**GOOD, "maxRecordsPerPartition": "many"}, "option maxRecordsPerPartition is 'many'"),
         ({**GOOD, "since": "yesterday"}, "option since is 'yesterday'; it is a time such as"),
+        ({**GOOD, "since": "2e13"}, "option since is '2e13'; it is a time such as"),
+        ({**GOOD, "until": "-1e300"}, "option until is '-1e300'; it is a time such as"),
         ({**GOOD, "state": "read"}, "option state is 'read'; it can be ready, unacked, all"),
         ({**GOOD, "access": "ftp"}, "option access is 'ftp'; it can be auto, files, http"),
         ({**GOOD, "table": "queue"}, "option table is 'queue'; it can be messages, queues"),

@@ -137,6 +137,25 @@ def test_no_part_is_larger_than_the_records_asked_for(data):
     assert all(estimated_rows(part) >= size for part, size in zip(found, sizes, strict=True))
 
 
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_a_segment_with_more_messages_than_a_part_may_have_is_cut(data, most):
+    """It was one part, however few messages were asked for."""
+    view = open_view(data)
+    found = view.parts({"queue": "orders", "maxRecordsPerPartition": str(most)})
+    seqs = [
+        [seq for batch in read_part(view.root, part, ["seq_id"]) for seq in batch.column("seq_id").to_pylist()]
+        for part in found
+    ]
+    assert max(map(len, seqs)) <= most
+    whole = view.parts({"queue": "orders"})
+    assert sorted(seq for some in seqs for seq in some) == sorted(
+        seq
+        for part in whole
+        for batch in read_part(view.root, part, ["seq_id"])
+        for seq in batch.column("seq_id").to_pylist()
+    )
+
+
 def test_segments_out_of_bounds_are_not_planned(data):
     found = open_view(data).parts({"queue": "orders", "fromSeqId": "16", "toSeqId": "30", "minPartitions": "100"})
     assert [number for part in found for number in part.segments] == [2, 3]

@@ -41,7 +41,7 @@ from warren.pipeline.sink import (
     _Stages,
     _writer_of_checkpoint,
 )
-from warren.queueing.properties import decode_head
+from warren.queueing.properties import decode_head, encode_table
 from warren.testing import RunningBroker, running_broker
 
 if TYPE_CHECKING:
@@ -357,6 +357,18 @@ def test_the_token_of_a_batch_write_waits_on_the_driver_and_is_gone_after_it(
         committer.commit([])
 
 
+def test_a_table_of_headers_is_published_as_it_is_and_goes_before_headers() -> None:
+    table = encode_table({"n": 5, "t": "5"})[4:]
+    tables = pa.array([table, None], pa.binary())
+    maps = pa.array([[("n", "5")], [("m", "6")]], pa.map_(pa.string(), pa.string()))
+    (first, _), (second, _) = encoded(MessageEncoder("x"), body=[b"", b""], headers=maps, headers_table=tables)
+    assert first.headers == {"n": 5, "t": "5"}
+    assert second.headers == {"m": "6"}
+    for broken in (table[:-1], table + b"x", b"\x01n!"):
+        with pytest.raises(PipelineError, match="a row has a headers_table"):
+            encoded(MessageEncoder("x"), body=[b""], headers_table=pa.array([broken], pa.binary()))
+
+
 def test_options_of_a_sink_are_checked(fake: FakeBroker) -> None:
     for more, message in (
         ({"exchnage": "x"}, "did you mean 'exchange'"),
@@ -434,6 +446,20 @@ def test_a_dataframe_is_published_with_its_properties(
         time.sleep(0.05)
         left &= token_files()
     assert not left
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({"vhost": "absent"}, "vhost 'absent' not found"), ({"producerName": "p" * 500}, "producer|writer")],
+)
+def test_a_write_that_the_broker_refuses_leaves_no_token_behind(
+    running: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, str], why: str
+) -> None:
+    """It was refused while it was pickled: the error was one of pickle's, and nobody took the token away."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(PipelineError, match=why):
+        WarrenBatchWriter(access(running, routingKey="q", **more), BODIES)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_task_that_fails_and_runs_again_publishes_its_rows_once(

@@ -11,6 +11,7 @@ import io
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import warren
@@ -123,6 +124,17 @@ def test_values_become_json_without_loss_of_what_they_are():
     assert as_json([b"a", None, 1]) == ["a", None, 1]
     assert as_json(datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)) == "2026-01-02T00:00:00+00:00"
     assert as_json(decimal.Decimal("1.10")) == "1.10"
+
+
+def test_numbers_that_json_does_not_have_are_text_and_columns_of_one_name_are_refused():
+    """NaN was written as it is, which no parser takes, and of two columns one was left."""
+    file = io.StringIO()
+    write_json(pa.table({"n": [float("nan"), float("inf"), -float("inf"), 1.5]}), file)
+    assert [row["n"] for row in json.loads(file.getvalue())] == ["NaN", "Infinity", "-Infinity", 1.5]
+    file = io.StringIO()
+    with pytest.raises(PipelineError, match="more than one column 'a', and JSON has room for one: name them with AS"):
+        write_json(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), file)
+    assert file.getvalue() == ""
 
 
 def test_a_result_is_written_as_json_and_as_csv(spark, origin):

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from warren.cli.view import copy_durable
 from warren.errors import (
     DiskFullError,
     InvalidArgumentError,
+    QueueArgumentError,
+    QueueFullError,
     StoreFailedError,
     StoreLockedError,
     StorePathError,
@@ -234,6 +237,70 @@ def test_who_asks_for_more_messages_than_there_are_numbers_gets_all(tmp_path, ki
         queue = store.queue("q", arguments={"x-backing-queue": kind})
         queue.publish_many([b"a", b"b"])
         assert [message.body for message in queue.get_many(1 << 64)] == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("limit", [{"x-max-length": 2}, {"x-max-length-bytes": 2}])
+def test_a_queue_that_rejects_drops_nothing_when_messages_come_back(tmp_path, limit):
+    """What was confirmed was dropped from the head without a word, as if it had been one that drops."""
+    with warren.open(tmp_path) as store:
+        queue = store.queue("q", arguments={**limit, "x-overflow": "reject-publish"})
+        queue.publish_many([b"1", b"2"])
+        taken = queue.get_many(2)
+        queue.publish_many([b"3", b"4"])
+        queue.nack_many(taken)
+        assert [message.body for message in queue.browse()] == [b"1", b"2", b"3", b"4"]
+        assert queue.info()["overflowed"] == 0
+        with pytest.raises(QueueFullError):
+            queue.publish(b"5")
+
+
+@pytest.mark.parametrize("of", ["the message", "the queue"])
+def test_times_to_live_of_a_transaction_begin_with_its_commit(tmp_path, of):
+    """They began with the publish: what was committed later than that was there for nobody."""
+    with warren.open(tmp_path) as store:
+        queue = store.queue("q", arguments={"x-message-ttl": 3_600_000} if of == "the queue" else {})
+        with store.transaction() as transaction:
+            transaction.publish("q", b"m", expiration_ms=3_600_000 if of == "the message" else None)
+            time.sleep(0.2)
+            committed_at = time.time()
+        message = queue.get()
+        assert message is not None
+        assert message.published_at >= committed_at
+        assert message.entry.expiry / 1e6 >= committed_at + 3600
+
+
+@pytest.mark.parametrize("settle", ["ack_many", "nack_many"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_settlement_with_none_among_its_messages_settles_nothing(tmp_path, settle, place):
+    """`get` returns it for an empty queue. Those before it were acked, could be acked again, and nobody was told."""
+    with warren.open(tmp_path) as store:
+        queue = store.queue("q")
+        queue.publish_many([b"1", b"2"])
+        messages: list[Any] = queue.get_many(2)
+        mixed = [*messages[:place], None, *messages[place:]]
+        with pytest.raises(InvalidArgumentError, match="a Message is needed, not NoneType"):
+            getattr(queue, settle)(mixed)
+        assert [message.settled for message in messages] == [False, False]
+        assert queue.info()["pending_acks"] == 2
+        queue.ack_many(messages)
+        assert queue.info()["pending_acks"] == 0
+
+
+@pytest.mark.parametrize("timeout", [10**400, -(10**400)], ids=["long", "long ago"])
+def test_a_time_to_wait_that_no_float_can_hold_is_refused(tmp_path, timeout):
+    with warren.open(tmp_path) as store, pytest.raises(InvalidArgumentError, match=r"timeout is -?1000"):
+        store.queue("q").get(timeout=timeout)
+
+
+def test_arguments_that_are_too_deep_are_refused(tmp_path):
+    """The stack ended first."""
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with warren.open(tmp_path) as store:
+        with pytest.raises(QueueArgumentError, match="more than 128 deep"):
+            store.queue("q", arguments={"mine": deep})
+        assert store.queues() == []
 
 
 # ---- priorities ----

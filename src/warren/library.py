@@ -23,6 +23,7 @@ from warren.errors import (
 )
 from warren.kernel.entry import Entry
 from warren.queueing.arguments import QueueArguments
+from warren.queueing.arrival import come_now
 from warren.queueing.message import Message
 from warren.queueing.queue import Queue
 from warren.storage.settings import EngineSettings
@@ -249,6 +250,7 @@ class Transaction:
                 if engine.may_begin(arriving):
                     for queue, entries in arrived.items():
                         queue.check_room(entries)
+                        come_now(entries)
                     lsn = self._begin(arriving, announce)
                     break
             engine.committer.sync()

@@ -30,10 +30,10 @@ from warren.kernel.frame_writer import ack_frame, content, deliveries, nack_fram
 from warren.kernel.journal_codec import MOST_PRODUCER_BYTES
 from warren.kernel.ranges import RangeSet
 from warren.kernel.unacked import Unacked
-from warren.queueing.arrival import Arrival
+from warren.queueing.arrival import Arrival, come_now
 from warren.queueing.consumers import Consumer
-from warren.queueing.delayed import MAX_DELAY_MS, delay_ms
 from warren.queueing.guard import QueueCrashed
+from warren.queueing.message_times import MAX_DELAY_MS, delay_ms
 from warren.queueing.properties import decode_head, rewritten
 from warren.queueing.queue_process import QueueProcess
 from warren.routing.exchange import Exchange
@@ -142,6 +142,8 @@ class Channel(Declarations):
 
     def arrive(self, arrival: Arrival) -> None:
         """What was routed goes to its queues: at once, or with its transaction, when some of them may be gone."""
+        if self.transaction is not None or self._arriving is not None:
+            come_now(arrival.entries)
         self._arriving = None
         if arrival.delay_ms or any(name in self.vhost.queues for name in arrival.names):
             try:

@@ -452,16 +452,16 @@ def deliveries(type cls not None, list entries not None, queue, uint64_t redeliv
 
 
 def settle(list messages not None, queue):
-    """Mark deliveries of `queue` settled and return their seq_ids; the first one that is not ours is returned second,
-    and then nothing was marked."""
+    """Mark deliveries of `queue` settled and return their seq_ids; or None, with the first one that is not ours, and then
+    nothing was marked."""
     cdef list seqs = []
     cdef Delivery delivery
     for message in messages:
         if not isinstance(message, Delivery):
-            return seqs, message
+            return None, message
         delivery = <Delivery>message
         if delivery.settled or delivery.queue is not queue:
-            return seqs, message
+            return None, message
         seqs.append(delivery.entry.seq)
     for message in messages:
         (<Delivery>message).settled = True

@@ -43,8 +43,19 @@ class InlineVhosts:
         self._restarts: set[asyncio.Task[None]] = set()
 
     async def start(self, names: list[str]) -> None:
+        """One that cannot be opened stays down, and the others run. Raises what is wrong where that is all of them."""
+        failed: Exception | None = None
         for name in names:
-            self._open(name)
+            try:
+                self._open(name)
+            except (WarrenError, OSError) as error:
+                log.error("vhost %r cannot be opened and stays down: %s", name, error)
+                self._states[name] = DOWN
+                failed = failed or error
+        if failed is not None:
+            if not self.vhosts:
+                raise failed
+            self._gave_up()
 
     async def stop(self) -> None:
         for name in self._states:  # one that is just restarted is stopped, and not opened again

@@ -5,6 +5,7 @@
 | `body` | binary or string | has to be there, and not null |
 | `exchange`, `routing_key` | string | unless the options `exchange` and `routingKey` say so for all rows |
 | `headers` | map of string to string, number, boolean or binary | |
+| `headers_table` | binary, a table of AMQP as the source has it in its column of this name | goes before `headers` |
 | `delivery_mode`, `priority` | an integer | delivery_mode is 2, persistent, where there is none |
 | `expiration` | string or an integer, milliseconds | |
 | `timestamp` | timestamp | |
@@ -20,6 +21,7 @@ finds the combinations; Python sees each of them, and no row. (But for headers: 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from warren.pipeline.errors import ColumnError, PipelineError
-from warren.queueing.properties import build_head
+from warren.queueing.properties import build_head, read_table
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -53,6 +55,7 @@ TYPES: dict[str, tuple[str, ...]] = {
     "body": ("binary", "string"),
     **dict.fromkeys(_TEXTS, ("string",)),
     "headers": tuple(f"map<string,{value}>" for value in _HEADER_VALUES),
+    "headers_table": ("binary",),
     "delivery_mode": _INTEGERS,
     "priority": _INTEGERS,
     "expiration": ("string", *_INTEGERS),
@@ -148,12 +151,25 @@ class MessageEncoder:
             )
         if isinstance(values.get("expiration"), int):
             values["expiration"] = str(values["expiration"])
-        if values.get("headers") is not None:
+        table = values.pop("headers_table", None)
+        if table is not None:
+            values["headers"] = _headers_of(table)
+        elif values.get("headers") is not None:
             values["headers"] = dict(values["headers"])
         try:
             return build_head(exchange, key, values)
         except (TypeError, ValueError) as error:
             raise PipelineError(f"a row cannot be published: {error}") from error
+
+
+def _headers_of(table: bytes) -> dict[str, Any]:
+    try:
+        headers, end = read_table(len(table).to_bytes(4, "big") + table, 0)
+    except (ValueError, IndexError, struct.error) as error:
+        raise PipelineError(f"a row has a headers_table that is no table of AMQP ({error}): {table[:40]!r}") from error
+    if end != 4 + len(table):
+        raise PipelineError(f"a row has a headers_table with bytes behind its end: {table[:40]!r}")
+    return headers
 
 
 def _bodies(rows: pa.RecordBatch) -> pa.Array:

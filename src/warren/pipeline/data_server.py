@@ -47,6 +47,7 @@ from warren.pipeline.parts import StreamPart
 from warren.pipeline.rows import read_part
 from warren.pipeline.schema import arrow_schema
 from warren.pipeline.store_view import open_view
+from warren.queueing.message_times import delay_ms
 from warren.queueing.properties import decode_head
 from warren.storage.layout import hashed
 from warren.storage.stage_file import StageWriter, staged_bytes
@@ -285,8 +286,9 @@ def _check_head(head: bytes, user: str) -> str:
     """The exchange of a row. Refuses what a channel would refuse, before it is staged. Raises PipelineError."""
     said = decode_head(head)
     headers = said.properties.get("headers")
-    delay = headers.get("x-delay") if isinstance(headers, dict) else None
-    if isinstance(delay, (int, float)) and not 0 <= delay <= _MOST_EXPIRATION:
+    headers = headers if isinstance(headers, dict) else {}
+    delay = headers.get("x-delay")
+    if delay_ms(headers) > _MOST_EXPIRATION or (isinstance(delay, (int, float)) and not delay >= 0):
         raise PipelineError(f"x-delay is {delay}; it is a number of milliseconds up to {_MOST_EXPIRATION}")
     claimed = said.properties.get("user_id")
     if claimed is not None and claimed != user:

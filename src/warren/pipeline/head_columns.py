@@ -21,6 +21,7 @@ _FIELDS = {
     "routing_key": ROUTING_KEY,
     **{name: 2 + number for number, name in enumerate(PROPERTIES)},
 }
+_FIELDS["headers_table"] = _FIELDS["headers"]
 
 
 class HeadTable:
@@ -47,6 +48,8 @@ class HeadTable:
         field, count = _FIELDS[name], self._heads.count
         if name == "headers":
             return self._headers(field, kind)
+        if name == "headers_table":
+            return pa.array(self._heads.raw(field), kind)
         if pa.types.is_timestamp(kind):
             return _array(kind, count, self._heads.moments(field))
         if pa.types.is_integer(kind):

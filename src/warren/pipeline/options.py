@@ -78,6 +78,7 @@ _OF_MESSAGES = ("fromSeqId", "toSeqId", "since", "until", "state")
 _DEFAULT_PARTITIONS = 4
 _DEFAULT_RECORDS = 1_000_000
 _DEFAULT_TTL = 3600  # seconds
+_MOST_SECONDS = 253_402_300_800  # the year 10000
 
 
 def checked_options(options: Mapping[str, str], use: Use) -> dict[str, str]:
@@ -229,8 +230,10 @@ def _moment(given: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     try:
-        return round(float(text) * 1_000_000)
-    except (ValueError, OverflowError):
+        seconds = float(text)
+        if -_MOST_SECONDS <= seconds <= _MOST_SECONDS:
+            return round(seconds * 1_000_000)
+    except ValueError:
         pass
     try:
         moment = datetime.datetime.fromisoformat(text.strip())

@@ -4,7 +4,9 @@ Spark compares the schema of a batch with its own, by names, order, types and nu
 everything else follows from it. No Spark is needed to read it: the data server beside a broker uses it, too.
 
 Headers are a map of text to text: a value that is not text is JSON (bytes, times and decimals are tagged as in `meta.db`:
-`{"$bytes": "AAE="}`). Names and texts that are not UTF-8 have the replacement character where they are not.
+`{"$bytes": "AAE="}`). Names and texts that are not UTF-8 have the replacement character where they are not. So what was a
+number and what was text is not told apart. `headers_table`, a column for those who ask for it by name, has the headers as
+they were sent: an archive keeps it, and the sink publishes it.
 """
 
 from __future__ import annotations
@@ -54,12 +56,15 @@ _MESSAGES: tuple[tuple[str, pa.DataType, str], ...] = (
     ("source_offset", pa.int64(), "BIGINT"),
 )
 
+_IF_NAMED: tuple[tuple[str, pa.DataType, str], ...] = (("headers_table", pa.binary(), "BINARY"),)  # a table of AMQP
+
 COLUMNS: tuple[str, ...] = tuple(name for name, _, _ in _MESSAGES)
-_ARROW = {name: kind for name, kind, _ in _MESSAGES}
-_DDL = {name: kind for name, _, kind in _MESSAGES}
+ALL_COLUMNS: tuple[str, ...] = (*COLUMNS, *(name for name, _, _ in _IF_NAMED))
+_ARROW = {name: kind for name, kind, _ in _MESSAGES + _IF_NAMED}
+_DDL = {name: kind for name, _, kind in _MESSAGES + _IF_NAMED}
 
 # Columns that come out of a message's head, and the rest of those for which its payload has to be read.
-HEAD_COLUMNS = frozenset(COLUMNS[COLUMNS.index("exchange") : COLUMNS.index("published_at")])
+HEAD_COLUMNS = frozenset(COLUMNS[COLUMNS.index("exchange") : COLUMNS.index("published_at")]) | {"headers_table"}
 PAYLOAD_COLUMNS = HEAD_COLUMNS | {"size", "body", "source_file", "source_offset"}
 
 
@@ -82,8 +87,8 @@ def spark_ddl(columns: Sequence[str] | None = None) -> str:
 
 
 def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...]:
-    """The names, if each is known and there once; all of them for None."""
-    return COLUMNS if columns is None else checked_names(columns, COLUMNS)
+    """The names, if each is known and there once; for None all of them but those that want to be named."""
+    return COLUMNS if columns is None else checked_names(columns, ALL_COLUMNS)
 
 
 def checked_names(columns: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:

@@ -294,7 +294,10 @@ class WarrenBatchWriter(DataSourceArrowWriter):
         # A writer of its own for every write: two of them at once must not forget each other's decisions.
         name = f"{settings.producer}-{identity}" if settings.producer else f"spark-{identity}"
         self._stages = _Stages(settings, name, credentials)
-        self._token_file = _leave_token(settings, credentials)
+        with BrokerClient(settings.url, credentials, first_seconds=FIRST_SECONDS, ca_file=settings.ca_file) as client:
+            token = client.call("token")["token"]
+        self._stages.ticket()  # here, where a refusal is told as it is, and no token waits yet
+        self._token_file = _leave(token)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
         from pyspark import TaskContext
@@ -340,10 +343,8 @@ class WarrenBatchWriter(DataSourceArrowWriter):
             os.unlink(self._token_file)
 
 
-def _leave_token(settings: SinkSettings, credentials: Credentials) -> str:
+def _leave(token: str) -> str:
     """For the driver's process that commits: it gets the writer as executors do, without credentials."""
-    with BrokerClient(settings.url, credentials, first_seconds=FIRST_SECONDS, ca_file=settings.ca_file) as client:
-        token = client.call("token")["token"]
     descriptor, path = tempfile.mkstemp(prefix="warren-token-")  # readable for this user alone
     with os.fdopen(descriptor, "w") as file:
         file.write(token)

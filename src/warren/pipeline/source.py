@@ -46,7 +46,7 @@ class WarrenSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         from warren.pipeline.broker_client import forget_secrets
         from warren.pipeline.options import table_of
-        from warren.pipeline.schema import arrow_schema, arrow_schema_of
+        from warren.pipeline.schema import ALL_COLUMNS, arrow_schema, arrow_schema_of
 
         table = table_of(self.options)
         if table != "messages":
@@ -57,7 +57,7 @@ class WarrenSource(DataSource):
             return tables
         from warren.pipeline.batch_source import WarrenBatchReader
 
-        messages = WarrenBatchReader(self.options, arrow_schema_of(schema, arrow_schema()))
+        messages = WarrenBatchReader(self.options, arrow_schema_of(schema, arrow_schema(ALL_COLUMNS)))
         forget_secrets(self.options)
         return messages
 

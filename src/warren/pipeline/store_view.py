@@ -434,7 +434,7 @@ class VhostView:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def parts(self, options: SourceOptions | Mapping[str, str]) -> list[StreamPart]:
-        """What to read, cut so that a part has about `max_records` messages, and that there are about `min_partitions`."""
+        """What to read, cut so that a part has up to `max_records` messages, and that there are about `min_partitions`."""
         if not isinstance(options, SourceOptions):
             options = SourceOptions.parse(options, place_given=True)
         streams = [stream for queue in self.chosen(options) for stream in self.streams(queue)]
@@ -444,8 +444,20 @@ class VhostView:
         return [
             self._part(stream, options, first, stop)
             for stream, unit in zip(streams, units, strict=True)
-            for first, stop in _cut(unit, self.segment_size, target, options.max_records)
+            for cut in _cut(unit, self.segment_size, target, options.max_records)
+            for first, stop in self._slices(stream, *cut, options.max_records)
         ]
+
+    def _slices(self, stream: StreamView, first: int, stop: int, weight: int, most: int) -> list[tuple[int, int]]:
+        """[first, stop) as it is, or a segment with more than `most` messages in slices of as many seq_ids."""
+        if weight <= most:
+            return [(first, stop)]
+        end = stop
+        if stream.database is None:  # a segment that is not full ends before the next one begins
+            rows = pairs_of(row_pairs(stream.rows(first, stop)))
+            slots = stream.segments.get(first // self.segment_size, 0)
+            end = max([first + slots, *(begin + count for begin, count in rows)])
+        return [(begin, min(begin + most, stop)) for begin in range(first, end, most)]
 
     def _units(self, stream: StreamView, options: SourceOptions) -> list[tuple[int, int]]:
         """The segments of a stream that may have something that is asked for, also those that are only in the journal or
@@ -490,7 +502,9 @@ class VhostView:
             directory=stream.directory,
             segment_size=size,
             boot=self.boot,
-            segments=tuple(number for number in sorted(stream.segments) if first <= number * size < stop),
+            segments=tuple(
+                number for number in sorted(stream.segments) if first < (number + 1) * size and number * size < stop
+            ),
             acked=pack_pairs(stream.acked.pairs(first, stop)),
             rows=stream.rows(first, stop),
             unacked=pack_pairs(stream.unacked.pairs(first, stop)),
@@ -507,9 +521,9 @@ class VhostView:
         )
 
 
-def _cut(units: list[tuple[int, int]], size: int, target: int, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of seq_ids that cover all units: as many as it takes for about `target` messages each, as even as units allow,
-    and none with more than `most` unless a single unit has."""
+def _cut(units: list[tuple[int, int]], size: int, target: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """Ranges of seq_ids that cover all units, with their weight: as many as it takes for about `target` messages each, as
+    even as units allow, and none with more than `most` unless a single unit has."""
     total = sum(weight for _, weight in units)
     count = -(-total // target)
     first: int | None = None
@@ -519,7 +533,7 @@ def _cut(units: list[tuple[int, int]], size: int, target: int, most: int) -> Ite
             cuts + 1
         ) * total  # more than half of this unit is behind the next cut
         if first is not None and (is_due or weight + more > most):
-            yield first * size, (last + 1) * size
+            yield first * size, (last + 1) * size, weight
             first, weight = None, 0
             cuts += 1
         if first is None:
@@ -528,7 +542,7 @@ def _cut(units: list[tuple[int, int]], size: int, target: int, most: int) -> Ite
         weight += more
         done += more
     if first is not None:
-        yield first * size, (last + 1) * size
+        yield first * size, (last + 1) * size, weight
 
 
 def estimated_rows(part: StreamPart) -> int:

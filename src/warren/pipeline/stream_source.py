@@ -54,7 +54,7 @@ from warren.pipeline.broker_client import (
 from warren.pipeline.errors import BrokerError, OptionError, PipelineError
 from warren.pipeline.options import ACCESSES, MODES, checked_options, one_of, truth, whole_number
 from warren.pipeline.parts import unpack_pairs
-from warren.pipeline.schema import arrow_schema, arrow_schema_of
+from warren.pipeline.schema import ALL_COLUMNS, arrow_schema, arrow_schema_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -306,7 +306,7 @@ class WarrenStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self._settings = StreamSettings.from_options(options)
-        self._schema = arrow_schema_of(schema, arrow_schema())
+        self._schema = arrow_schema_of(schema, arrow_schema(ALL_COLUMNS))
         self._credentials: Credentials | None = Credentials.from_options(options)
         forget_secrets(options)
         self._client: BrokerClient | None = None

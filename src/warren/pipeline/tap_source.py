@@ -29,7 +29,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, Suppor
 from warren.pipeline.broker_client import FIRST_SECONDS, BrokerClient, Credentials, forget_secrets
 from warren.pipeline.errors import BrokerError, OptionError, PipelineError
 from warren.pipeline.options import SourceOptions, checked_options, whole_number
-from warren.pipeline.schema import arrow_schema, arrow_schema_of
+from warren.pipeline.schema import ALL_COLUMNS, arrow_schema, arrow_schema_of
 from warren.pipeline.stream_source import FEW_RECORDS, IDLE_SECONDS, OFFSET_VERSION, StreamSettings
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TapStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 raise OptionError(f"option {name} is for mode=consume; a stream with mode=tap has none: leave it out")
         self._settings = StreamSettings.from_options(options, needs_lease=False)
         self._ttl = whole_number(given, "snapshotTtl", 1) or SourceOptions().snapshot_ttl
-        self._schema = arrow_schema_of(schema, arrow_schema())
+        self._schema = arrow_schema_of(schema, arrow_schema(ALL_COLUMNS))
         self._credentials: Credentials | None = Credentials.from_options(options)
         forget_secrets(options)
         self._client: BrokerClient | None = None

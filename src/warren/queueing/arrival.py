@@ -6,7 +6,18 @@ done again: an arrival knows what is left, so that no queue gets a message twice
 
 from __future__ import annotations
 
+import time
+
 from warren.kernel.entry import Entry
+
+
+def come_now(entries: list[Entry]) -> None:
+    """Of messages that a transaction held back, or a full disk: times to live begin when they come to their queues."""
+    now = time.time_ns() // 1000
+    for entry in entries:
+        if entry.expiry:
+            entry.expiry += max(0, now - entry.published_at)
+        entry.published_at = now
 
 
 class Arrival:

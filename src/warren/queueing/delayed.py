@@ -18,7 +18,7 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import lmdb
@@ -39,20 +39,6 @@ _BROKEN = (
     lmdb.PanicError,
     lmdb.CorruptedError,
 )  # of a table: only a new one helps; other errors pass, such as a full disk
-MAX_DELAY_MS = 2**32 - 1  # of the plugin
-
-
-def delay_ms(headers: Mapping[str, object]) -> int:
-    """How long a message with these headers waits before a delayed exchange; 0: not at all. It waits once: when its time has
-    come the header is turned around.
-
-    >>> delay_ms({"x-delay": 500}), delay_ms({"x-delay": -500}), delay_ms({"x-delay": "500"})
-    (500, 0, 0)
-    """
-    delay = headers.get("x-delay")
-    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or not delay >= 1:
-        return 0
-    return int(min(delay, 2 * MAX_DELAY_MS))
 
 
 class Cancellable(Protocol):

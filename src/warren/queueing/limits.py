@@ -95,7 +95,9 @@ class Limits:
             )
 
     def drop_head(self, backing: BackingQueue) -> None:
-        """Bring the queue back to its limit from the head."""
+        """Bring the queue back to its limit from the head. One that rejects may be longer for a while: messages came back."""
+        if self._reject:
+            return
         if self._max_length is not None and len(backing) > self._max_length:
             self.overflowed += len(backing.drop(len(backing) - self._max_length))
         if self._max_bytes is not None:

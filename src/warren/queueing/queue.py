@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,9 +42,13 @@ Checked: TypeAlias = T | Any  # by us: compiled code would refuse another type b
 
 def check_timeout(timeout: object) -> None:
     """Raises InvalidArgumentError for what is no time to wait: also NaN, which never ends."""
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout == timeout
-    if timeout is not None and not is_number:
-        raise InvalidArgumentError(f"timeout is {timeout!r}; it is a number of seconds, or None to wait for ever")
+    if timeout is None:
+        return
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+        with contextlib.suppress(OverflowError):  # an int with hundreds of digits
+            if not math.isnan(timeout):
+                return
+    raise InvalidArgumentError(f"timeout is {timeout!r:.60}; it is a number of seconds, or None to wait for ever")
 
 
 def listed(items: Iterable[T], what: str) -> list[T]:
@@ -455,7 +460,7 @@ class Queue:
 
     def _settle(self, messages: Sequence[Message]) -> list[int]:
         seqs, stranger = settle(messages if isinstance(messages, list) else listed(messages, "messages"), self)
-        if stranger is not None:
+        if seqs is None:
             if not isinstance(stranger, Delivery):
                 raise InvalidArgumentError(f"a Message is needed, not {type(stranger).__name__}: {stranger!r:.60}")
             why = "was settled before" if stranger.queue is self else "is of another queue"

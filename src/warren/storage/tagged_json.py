@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+_DEEPEST = 128  # of lists and dicts in each other: more than AMQP's tables are let in with, less than the stack
+
 
 def to_json(value: object, what: str, sort_names: bool = False) -> str:
+    """Raises TypeError for a value that it does not know, or one with more in each other than `_DEEPEST`."""
     return json.dumps(_tagged(value, what), separators=(",", ":"), sort_keys=sort_names)
 
 
@@ -22,16 +25,18 @@ def from_json(text: str) -> Any:
     return {} if text == "{}" else json.loads(text, object_hook=_untagged)
 
 
-def _tagged(value: object, what: str) -> object:
+def _tagged(value: object, what: str, depth: int = 0) -> object:
+    if depth > _DEEPEST:
+        raise TypeError(f"{what}: lists or dicts are in each other more than {_DEEPEST} deep")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [_tagged(item, what) for item in value]
+        return [_tagged(item, what, depth + 1) for item in value]
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{what}: the key {key!r} is a {type(key).__name__}; keys are str")
-        plain = {key: _tagged(item, what) for key, item in value.items()}
+        plain = {key: _tagged(item, what, depth + 1) for key, item in value.items()}
         # A dict that looks like a tag, {"$bytes": 1}, is stored as {"$dict": [["$bytes", 1]]}: a list, so that reading,
         # which begins with the innermost object, does not take it for one.
         return {"$dict": [[key, item] for key, item in plain.items()]} if _looks_like_a_tag(plain) else plain

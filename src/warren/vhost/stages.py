@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from warren.kernel.entry import PERSISTENT, Entry, make_entries, set_level
 from warren.kernel.journal_codec import STAGE
-from warren.queueing.delayed import MAX_DELAY_MS, DelayedQueue, delay_ms
+from warren.queueing.delayed import DelayedQueue
+from warren.queueing.message_times import MAX_DELAY_MS, delay_ms, expiration_us
 from warren.queueing.properties import carbon_keys, decode_head, rewritten
 from warren.queueing.queue_process import QueueProcess
 from warren.storage.stage_file import (
@@ -537,7 +538,6 @@ def _address(head: bytes) -> _Address:
     blind = carbon_keys(headers.pop("BCC", None))
     if "BCC" in said.headers:
         head = rewritten(head, without_headers=("BCC",), blind=blind)
-    expiration = said.properties.get("expiration")
     priority = said.properties.get("priority")
     return _Address(
         head=head,
@@ -547,5 +547,5 @@ def _address(head: bytes) -> _Address:
         properties=said.properties,
         persistent=said.properties.get("delivery_mode") == 2,
         priority=priority if isinstance(priority, int) else 0,
-        expiration_us=int(expiration) * 1000 if isinstance(expiration, str) and expiration.isdigit() else -1,
+        expiration_us=expiration_us(said.properties),
     )

@@ -26,9 +26,10 @@ from warren.queueing.arguments import ArgumentDifference, QueueArguments, known_
 from warren.queueing.credit_flow import CreditFlow
 from warren.queueing.dead_letter import Death
 from warren.queueing.decorators import BUILT_IN, load_decorators
-from warren.queueing.delayed import MAX_DELAY_MS, DelayedQueue, delay_ms
 from warren.queueing.delayed import PREFIX as DELAYED_PREFIX
+from warren.queueing.delayed import DelayedQueue
 from warren.queueing.guard import QueueCrashed
+from warren.queueing.message_times import MAX_DELAY_MS, delay_ms, expiration_us
 from warren.queueing.owner import Cancellable
 from warren.queueing.properties import decode_head, priority_of, rewritten
 from warren.queueing.queue_process import QueueProcess
@@ -87,6 +88,7 @@ class Vhost:
         self._exclusive: dict[object, dict[str, None]] = {}  # connection -> the names of its own queues
         self.connections: set[Any] = set()
         self._waiting: list[Move] = []  # moves that cannot begin yet, in order
+        self._awaited: set[int] = set()  # the uids of their targets
         self.departing: set[Any] = set()  # told to go, and not gone yet
         self.reply_channels: dict[str, Any] = {}  # token -> channel that consumes from amq.rabbitmq.reply-to
         self.alarms: set[str] = (
@@ -507,8 +509,8 @@ class Vhost:
         copy = Entry(0, head, entry.body, flags, now, now + min(delay, MAX_DELAY_MS) * 1000)
         move.delayed.setdefault(self.delayed[exchange], []).append(copy)
 
-    def _add_copy(self, move: Move, name: str, head: bytes, entry: Entry) -> None:
-        """A message that leaves one queue comes to another as a new one."""
+    def _add_copy(self, move: Move, name: str, head: bytes, entry: Entry, own_ttl_us: int = -1) -> None:
+        """A message that leaves one queue comes to another as a new one. Dead letters have no time to live of their own."""
         target = self.queues.get(name)
         if target is None:
             return
@@ -516,8 +518,9 @@ class Vhost:
         copy = Entry(0, head, entry.body, entry.flags & PERSISTENT if target.durable else 0, now)
         # The publisher's word: the queue that it leaves may have had fewer priorities, or none.
         copy.level = min(priority_of(head) or 0, target.highest)
-        if target.ttl_us >= 0:
-            copy.expiry = now + target.ttl_us
+        times = [ttl_us for ttl_us in (own_ttl_us, target.ttl_us) if ttl_us >= 0]
+        if times:
+            copy.expiry = now + min(times)
         rejected: list[Entry] = []
         with contextlib.suppress(QueueCrashed):  # it begins anew, and takes this one
             rejected = target.admit([copy])[1]
@@ -531,13 +534,14 @@ class Vhost:
         if self.stopped:  # it waited for seq_ids until then: the source still has the messages
             return
         targets = move.targets()
-        if any(not targets.isdisjoint(other.targets()) for other in self._waiting) or not self._begin(move):
+        if not targets.isdisjoint(self._awaited) or not self._begin(move):
             if not self._waiting:
                 self._loop.call_later(_MOVE_RETRY_SECONDS, self._begin_waiting)
             self._waiting.append(move)
+            self._awaited |= targets
 
     def _begin_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._awaited = self._waiting, [], set()
         for move in waiting:
             self._do(move)
 
@@ -613,13 +617,12 @@ class Vhost:
             head = decode_head(entry.head)
             headers = head.headers
             fired = entry.head
-            delay = headers.get("x-delay")
-            if isinstance(delay, (int, float)) and not isinstance(delay, bool):
+            if delay := delay_ms(headers):
                 headers["x-delay"] = -delay  # as the plugin does: it was waited for
                 fired = rewritten(entry.head, headers={"x-delay": -delay})
             asked = partial(dict[str, Any], head.properties)
             for name in self.router.route_many(exchange, head.keys, partial(dict, headers), asked, from_broker=True):
-                self._add_copy(move, name, fired, entry)
+                self._add_copy(move, name, fired, entry, expiration_us(head.properties))
         move.acks.append((source, seqs_of(entries)))
         self._do(move)
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 from warren.pipeline.amqp_rows import TYPES as PUBLISHED
 from warren.pipeline.batch_source import plan_read
 from warren.pipeline.errors import PipelineError
-from warren.pipeline.jobs.archive_files import ARCHIVED, QueueCount, write_parts
+from warren.pipeline.jobs.archive_files import ARCHIVED, QueueCount, escaped, write_parts
 from warren.pipeline.jobs.division import divide
 from warren.pipeline.jobs.origin import Origin
 from warren.pipeline.options import SourceOptions
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _PARTITIONS = ("vhost", "queue", "day")
 _LEDGER = "_ledger"
+_SHOWN = 10  # queues that an error names
+_MOST_NAME_BYTES = 255  # of a name in a directory
 _ROW_BYTES = 256  # of a message, to divide the work by
 
 
@@ -158,6 +160,8 @@ def _write_files(
     """A directory that every executor sees: a task writes what it reads, and no row becomes one of Spark's."""
     given = {**origin.read_options(), **{name: str(value) for name, value in asked.items() if value is not None}}
     place, parts = plan_read(SourceOptions.parse(given), given)
+    for part in parts:
+        _check_name(part.queue)
     os.makedirs(directory)
     groups = divide(spark, list(enumerate(parts)), lambda each: estimated_rows(each[1]) * _ROW_BYTES)
     if not groups:
@@ -169,6 +173,15 @@ def _write_files(
         key = (count.vhost, count.queue)
         found[key] = count if key not in found else found[key].plus(count)
     return [found[key] for key in sorted(found)]
+
+
+def _check_name(queue: str) -> None:
+    size = len(f"queue={escaped(queue)}".encode())
+    if size > _MOST_NAME_BYTES:
+        raise PipelineError(
+            f"queue {queue!r} cannot be archived: its name makes a directory's name of {size} bytes, and file systems have "
+            f"room for {_MOST_NAME_BYTES}. Leave it out with --queue or --queue-pattern"
+        )
 
 
 def _write_elsewhere(
@@ -240,7 +253,8 @@ def replay(
     vhost: str | None = None,
 ) -> int:
     """Publish an archive to `target`, a broker, in the order of its queues; how many messages. Exchange and routing key
-    are those that the messages were published with, unless given. Exactly once: a run that fails publishes nothing."""
+    are those that the messages were published with, unless given. Exactly once: a run that fails publishes nothing. So it
+    does where no queue takes some of them."""
     from pyspark.sql import functions as F
 
     with clear_errors():
@@ -250,9 +264,13 @@ def replay(
         if queue is not None:
             messages = messages.where(messages.queue == queue)
         count = messages.count()
+        if not count and (vhost is not None or queue is not None):
+            raise PipelineError(_nothing_of(spark, path, runs, vhost, queue))
         dropped = [name for name, given in (("exchange", exchange), ("routing_key", routing_key)) if given is not None]
         columns = [name for name in ARCHIVED if name in PUBLISHED and name not in dropped]
         rows = messages.orderBy("vhost", "queue", "seq_id").select(*columns)
+        # Headers as they were sent; an archive of an older Warren has only their text.
+        rows = rows.withColumn("headers", F.when(rows.headers_table.isNull(), rows.headers))
         # A broker takes a user_id only from the user himself: with another's nothing of the archive could be published.
         mine = F.lit(target.user or os.environ.get("WARREN_USER") or "")
         rows = rows.withColumn("user_id", F.when(rows.user_id == mine, rows.user_id))
@@ -260,9 +278,16 @@ def replay(
     return count
 
 
+def _nothing_of(spark: SparkSession, path: str, runs: list[str] | None, vhost: str | None, queue: str | None) -> str:
+    known = read_archive(spark, path, runs).select("vhost", "queue").distinct().orderBy("vhost", "queue").limit(_SHOWN)
+    there = ", ".join(f"{row.queue!r} of vhost {row.vhost!r}" for row in known.collect()) or "nothing at all"
+    wanted = " of ".join(f"{what} {name!r}" for what, name in (("queue", queue), ("vhost", vhost)) if name is not None)
+    return f"{path} has no messages of {wanted}; there is {there}"
+
+
 def publish(rows: DataFrame, target: Origin, exchange: str | None, routing_key: str | None) -> None:
-    """Through the sink."""
-    writer = rows.write.format("warren").mode("append").options(**target.options())
+    """Through the sink, all rows or none: also where no queue takes one of them."""
+    writer = rows.write.format("warren").mode("append").options(**target.options(), mandatory="true")
     for name, value in (("exchange", exchange), ("routingKey", routing_key)):
         if value is not None:
             writer = writer.option(name, value)

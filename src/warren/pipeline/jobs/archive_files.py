@@ -27,12 +27,16 @@ from warren.pipeline.errors import PipelineError
 from warren.pipeline.parts import StreamPart
 from warren.pipeline.schema import COLUMNS, arrow_schema
 
-# Where a message was in a file is of no use once it is in another one.
-ARCHIVED: tuple[str, ...] = tuple(name for name in COLUMNS if name not in ("source_file", "source_offset"))
+# Where a message was in a file is of no use once it is in another one. Its headers with their types are, to publish them.
+ARCHIVED: tuple[str, ...] = (
+    *(name for name in COLUMNS if name not in ("source_file", "source_offset")),
+    "headers_table",
+)
 _IN_PATH = ("vhost", "queue")  # their values are names of directories
 _INSIDE = arrow_schema([name for name in ARCHIVED if name not in _IN_PATH])
 _DISTINCT = ("body", "seq_id", "published_at", "message_id")  # a dictionary of these is as long as they are
 _GROUP_ROWS = 131_072  # of a row group
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _ESCAPED = re.compile(r"""[\x00-\x1f"#%'*/:=?\\\x7f{\[\]^]""")  # as Spark escapes values in paths
 
 
@@ -149,11 +153,13 @@ class _PartWriter:
 
 
 def escaped(value: str) -> str:
-    """A value in the name of a directory, as Spark reads it.
+    """A value in the name of a directory, as Spark reads it. The one that stands for no value is escaped, too.
 
-    >>> escaped("/a b")
-    '%2Fa b'
+    >>> escaped("/a b"), escaped("__HIVE_DEFAULT_PARTITION__")
+    ('%2Fa b', '%5F_HIVE_DEFAULT_PARTITION__')
     """
+    if value == _NO_VALUE:
+        return f"%5F{value[1:]}"
     return _ESCAPED.sub(lambda found: f"%{ord(found[0]):02X}", value)
 
 

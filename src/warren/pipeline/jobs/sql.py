@@ -17,11 +17,13 @@ import csv
 import datetime
 import decimal
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
 
+from warren.pipeline.errors import PipelineError
 from warren.pipeline.jobs.origin import Origin
 from warren.pipeline.session import clear_errors
 
@@ -85,6 +87,8 @@ def as_json(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, decimal.Decimal | datetime.timedelta):
         return str(value)
+    if isinstance(value, float) and not math.isfinite(value):  # as Spark's own to_json says it
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -110,8 +114,13 @@ def rows_of(result: pa.Table) -> Iterator[list[Any]]:
 
 
 def write_json(result: pa.Table, file: IO[str]) -> None:
-    """An array with an object for each row."""
+    """An array with an object for each row. Raises PipelineError where two columns have one name: it has room for one."""
     names = result.schema.names
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise PipelineError(
+            f"the result has more than one column {twice[0]!r}, and JSON has room for one: name them with AS"
+        )
     rows = [dict(zip(names, map(as_json, row), strict=True)) for row in rows_of(result)]
     json.dump(rows, file, indent=1, ensure_ascii=False)
     file.write("\n")
