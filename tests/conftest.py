@@ -289,3 +289,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"no tmpfs of 8 MiB can be mounted here: {mounted.stderr.strip()}")
     yield path
     subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.fixture(autouse=True)
+def _active_spark(request: pytest.FixtureRequest) -> None:
+    """A broker in the tests' own process starts a data server, and Spark's connection to its JVM does not survive that: the
+    next one is of another thread there, for which no session is the active one. Sources are looked up in the active one."""
+    if "spark" in request.fixturenames:
+        from tests.spark_session import activate
+
+        activate(request.getfixturevalue("spark"))

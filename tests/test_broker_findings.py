@@ -341,3 +341,23 @@ def test_times_to_live_of_a_transaction_begin_with_its_commit(tmp_path, of, queu
         for name in names:
             [message] = store.queue(name, arguments=arguments).browse()
             assert message.entry.expiry / 1e6 >= committed_at + 3600
+
+
+@pytest.mark.parametrize("of", ["the message", "the queue"])
+def test_times_to_live_begin_when_an_alarm_is_over(broker, channel, of):
+    """What a full disk or an alarm held back for longer than its time was confirmed, and there for nobody."""
+    channel.queue_declare("q", durable=True, arguments={"x-message-ttl": 3_600_000} if of == "the queue" else {})
+    vhost = broker.broker.vhosts["/"]
+    alarm = lambda on: vhost._loop.call_soon_threadsafe(vhost.set_alarm, "memory", on)  # noqa: E731
+    alarm(True)
+    with opened(broker.port) as sock:
+        ttl = (b"\x01\x00", b"\x073600000") if of == "the message" else (b"\x00\x00", b"")
+        sock.sendall(publishes(1, b"", b"q", 0, b"".join(ttl), [b"m"], 131072))
+        time.sleep(0.3)
+        cleared_at = time.time()
+        alarm(False)
+        deadline = time.monotonic() + 60
+        while not (head := vhost.queues["q"]._backing.peek()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert head.expiry / 1e6 >= cleared_at + 3600

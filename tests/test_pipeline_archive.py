@@ -245,7 +245,8 @@ def test_headers_have_their_types_again_after_a_replay(spark, tmp_path, password
         channel.queue_declare("q", durable=True)
         channel.basic_publish("", "q", b"1", pika.BasicProperties(headers=headers))
         channel.basic_publish("", "q", b"2", pika.BasicProperties(headers={}))
-        channel.basic_publish("", "q", b"3")
+        # As they come from a delayed exchange, and as a channel takes them.
+        channel.basic_publish("", "q", b"3", pika.BasicProperties(headers={"x-delay": -50}, expiration="+5000000000"))
         target = Origin(url=broker.http_url, user="guest", password_file=password)
         with target:
             archive(spark, target, str(tmp_path / "archive"), queue="q")
@@ -262,8 +263,7 @@ def test_messages_that_no_queue_takes_are_not_replayed_and_neither_are_the_other
         store.queue("orders").publish(b"1")
         store.queue("lost").publish(b"2")
     archive(spark, Origin(path=str(tmp_path / "data")), str(tmp_path / "archive"))
-    with served(tmp_path / "broker") as broker:
-        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+    with served(tmp_path / "broker") as broker, contextlib.closing(broker.connect()) as connection:
         channel = connection.channel()
         channel.queue_declare("orders", durable=True)
         target = Origin(url=broker.http_url, user="guest", password_file=password)
@@ -273,7 +273,6 @@ def test_messages_that_no_queue_takes_are_not_replayed_and_neither_are_the_other
         channel.queue_declare("lost", durable=True)
         assert replay(spark, str(tmp_path / "archive"), target) == 2
         assert channel.basic_get("lost", auto_ack=True)[2] == b"2"
-        connection.close()
 
 
 def test_a_name_that_is_too_long_for_a_directory_is_refused_with_the_remedy(spark, tmp_path):

@@ -13,9 +13,11 @@ import warren
 from tests.small_engine import TINY
 from warren.errors import QueueNotFoundError, StoreFormatError, StoreLockedError, StorePathError
 from warren.kernel.ranges import RangeSet
+from warren.pipeline.batch_source import WarrenBatchReader
 from warren.pipeline.errors import DamagedMessageError, OptionError, PipelineError, VhostNotFoundError
 from warren.pipeline.parts import StreamPart, pack_pairs, unpack_pairs
 from warren.pipeline.rows import read_part
+from warren.pipeline.schema import arrow_schema
 from warren.pipeline.store_view import estimated_rows, open_view
 from warren.storage.layout import hashed
 from warren.storage.running_node import NODE_FILE
@@ -154,6 +156,26 @@ def test_a_segment_with_more_messages_than_a_part_may_have_is_cut(data, most):
         for batch in read_part(view.root, part, ["seq_id"])
         for seq in batch.column("seq_id").to_pylist()
     )
+
+
+def test_slices_of_a_segment_are_within_what_is_asked_for(data):
+    found = open_view(data).parts(
+        {"queue": "orders", "fromSeqId": "17", "toSeqId": "21", "maxRecordsPerPartition": "3"}
+    )
+    assert [(part.from_seq, part.to_seq) for part in found] == [(17, 20), (20, 21)]
+
+
+def test_a_queue_in_sqlite_is_read_in_partitions_too(tmp_path):
+    """Its parts counted for nothing, and were put together again."""
+    with warren.open(tmp_path) as store:
+        queue = store.queue("q", arguments={"x-backing-queue": "sqlite"})
+        queue.publish_many([b"m"] * 100)
+    reader = WarrenBatchReader(
+        {"path": str(tmp_path), "queue": "q", "maxRecordsPerPartition": "30"}, arrow_schema(["seq_id"])
+    )
+    counts = [sum(batch.num_rows for batch in reader.read(part)) for part in reader.partitions()]
+    assert sum(counts) == 100
+    assert max(counts) <= 30
 
 
 def test_segments_out_of_bounds_are_not_planned(data):

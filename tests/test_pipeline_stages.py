@@ -156,6 +156,38 @@ def test_a_batch_whose_stages_are_dropped_while_it_is_decided_is_not_decided(run
 # ---- no room ----
 
 
+def test_a_stop_between_a_decision_and_its_commit_keeps_the_stages(running, channel, ask, root, monkeypatch):
+    """Who had decided went on when the release had been stopped: it began anew, found that it should stop, and took what was
+    not published yet for litter."""
+    vhost = running.broker.vhosts["/"]
+    channel.queue_declare("narrow", durable=True, arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+    name = stage(root, [("", "narrow", b"%d" % number) for number in range(3)])
+    loop = vhost._loop
+    committed = asyncio.run_coroutine_threadsafe(_event(), loop).result(PATIENCE)
+    real = type(vhost.commits).safe
+
+    async def late(commits: Any) -> None:
+        await real(commits)
+        await committed.wait()
+
+    monkeypatch.setattr(type(vhost.commits), "safe", late)
+    answers: list[Any] = []
+    deciding = threading.Thread(
+        target=lambda: answers.append(ask("stages/decide", vhost="/", writer="w", batch="0", stages=[name]))
+    )
+    deciding.start()
+    eventually(lambda: ask("stages/status", vhost="/", writer="w")["pending"])
+    asyncio.run_coroutine_threadsafe(vhost.data_requests.stages.stop(), loop).result(PATIENCE)
+    loop.call_soon_threadsafe(committed.set)
+    deciding.join(PATIENCE)
+    assert answers[0]["released"] is False
+    assert len(files_in(root)) == 1
+
+
+async def _event() -> asyncio.Event:
+    return asyncio.Event()
+
+
 def test_a_batch_that_is_larger_than_the_place_for_stages_is_refused_with_the_remedy():
     with running_broker(http=True, staged_limit=20_000) as broker, channel_of(broker) as channel:
         driver = _Stages(

@@ -39,7 +39,7 @@ def test_what_was_settled_before_the_disk_refused_the_rest_stays_so(tmp_path, mo
         queue.publish(b"high", priority=1)
         high, low = queue.get_many(2)
         low_level = queue._backing.levels[0]
-        real = type(low_level).requeue
+        real = type(low_level).ack
 
         def refuse(level: object, *rest: object) -> list[int]:
             if level is low_level:
@@ -47,11 +47,11 @@ def test_what_was_settled_before_the_disk_refused_the_rest_stays_so(tmp_path, mo
             return real(level, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(low_level), "requeue", refuse)
+            patch.setattr(type(low_level), "ack", refuse)
             with pytest.raises(DiskFullError):
-                queue.nack_many([high, low])
+                queue.nack_many([high, low], requeue=False)
         assert (high.settled, low.settled) == (True, False)
         with pytest.raises(MessageStateError):
             high.ack()
-        low.ack()
-        assert [message.body for message in queue.get_many(5)] == [b"high"]
+        low.nack()
+        assert [message.body for message in queue.get_many(5)] == [b"low"]

@@ -142,7 +142,7 @@ class Channel(Declarations):
 
     def arrive(self, arrival: Arrival) -> None:
         """What was routed goes to its queues: at once, or with its transaction, when some of them may be gone."""
-        if self.transaction is not None or self._arriving is not None:
+        if self.transaction is not None:
             come_now(arrival.entries)
         self._arriving = None
         if arrival.delay_ms or any(name in self.vhost.queues for name in arrival.names):

@@ -27,6 +27,7 @@ from warren.amqp.methods import METHODS, decode, encode
 from warren.errors import DiskFullError, WarrenError
 from warren.kernel.frame_writer import HEARTBEAT_FRAME, method_frame
 from warren.kernel.frames import ACK, HEARTBEAT, METHOD, PUBLISH, TOO_LARGE, FrameScanner
+from warren.queueing.arrival import come_now
 from warren.queueing.credit_flow import TURN_BYTES, ReaderFlow, Wait
 from warren.queueing.guard import QueueCrashed
 from warren.routing.exchange import Exchange
@@ -440,6 +441,9 @@ class Connection(asyncio.Protocol):
     def catch_up(self) -> None:
         """Of `Reader`: what was waited for is there, go on where it stopped."""
         held, self._held = self._held, []
+        for event in held:
+            if event[0] == PUBLISH:
+                come_now(event[6])
         self._handle(held)
         error = self._scanner.error
         if error is not None and not self._held and self.state == OPEN:  # it came behind what was held

@@ -154,6 +154,8 @@ class MessageEncoder:
         table = values.pop("headers_table", None)
         if table is not None:
             values["headers"] = _headers_of(table)
+            if self._routing_key is not None:  # for all rows: not also to where they went before
+                values["headers"].pop("CC", None)
         elif values.get("headers") is not None:
             values["headers"] = dict(values["headers"])
         try:

@@ -47,8 +47,8 @@ from warren.pipeline.parts import StreamPart
 from warren.pipeline.rows import read_part
 from warren.pipeline.schema import arrow_schema
 from warren.pipeline.store_view import open_view
-from warren.queueing.message_times import delay_ms
-from warren.queueing.properties import decode_head
+from warren.queueing.message_times import MAX_DELAY_MS, delay_ms, expiration_us
+from warren.queueing.properties import MAX_EXPIRATION_MS, decode_head
 from warren.storage.layout import hashed
 from warren.storage.stage_file import StageWriter, staged_bytes
 from warren.tickets import TicketError, Tickets
@@ -58,7 +58,6 @@ log = logging.getLogger("warren.pipeline")
 _PLANS = 5  # of one checkout, while its files move
 _HEADS_KEPT = 4096
 _MOST_IN_RAM = 64 << 20  # of a stage that arrives; a sink sends 32 MiB at a time
-_MOST_EXPIRATION = 2**32 - 1
 # Options of a source that say which parts there are; the others are the driver's own business.
 _PLANNED = frozenset(("queue", "queuepattern", "fromseqid", "toseqid", "since", "until", "state"))
 _PLANNED |= {"minpartitions", "maxrecordsperpartition", "failondataloss"}
@@ -287,16 +286,13 @@ def _check_head(head: bytes, user: str) -> str:
     said = decode_head(head)
     headers = said.properties.get("headers")
     headers = headers if isinstance(headers, dict) else {}
-    delay = headers.get("x-delay")
-    if delay_ms(headers) > _MOST_EXPIRATION or (isinstance(delay, (int, float)) and not delay >= 0):
-        raise PipelineError(f"x-delay is {delay}; it is a number of milliseconds up to {_MOST_EXPIRATION}")
+    if delay_ms(headers) > MAX_DELAY_MS:  # below 0 it was waited for once
+        raise PipelineError(f"x-delay is {headers['x-delay']}; it is a number of milliseconds up to {MAX_DELAY_MS}")
     claimed = said.properties.get("user_id")
     if claimed is not None and claimed != user:
         raise PipelineError(f"user_id is {claimed!r}, but the sink's user is {user!r}; drop that column")
     expiration = said.properties.get("expiration")
-    if expiration is not None and not (
-        isinstance(expiration, str) and expiration.isdigit() and int(expiration) <= _MOST_EXPIRATION
-    ):
+    if expiration is not None and not 0 <= expiration_us(said.properties) <= MAX_EXPIRATION_MS * 1000:
         raise PipelineError(f"expiration is {expiration!r}; it is a number of milliseconds, as text")
     return said.exchange
 

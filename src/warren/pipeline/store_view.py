@@ -445,11 +445,14 @@ class VhostView:
             self._part(stream, options, first, stop)
             for stream, unit in zip(streams, units, strict=True)
             for cut in _cut(unit, self.segment_size, target, options.max_records)
-            for first, stop in self._slices(stream, *cut, options.max_records)
+            for first, stop in self._slices(stream, options, *cut)
         ]
 
-    def _slices(self, stream: StreamView, first: int, stop: int, weight: int, most: int) -> list[tuple[int, int]]:
-        """[first, stop) as it is, or a segment with more than `most` messages in slices of as many seq_ids."""
+    def _slices(
+        self, stream: StreamView, options: SourceOptions, first: int, stop: int, weight: int
+    ) -> list[tuple[int, int]]:
+        """[first, stop) as it is, or a segment with more messages than a part may have in slices of as many seq_ids."""
+        most = options.max_records
         if weight <= most:
             return [(first, stop)]
         end = stop
@@ -457,6 +460,9 @@ class VhostView:
             rows = pairs_of(row_pairs(stream.rows(first, stop)))
             slots = stream.segments.get(first // self.segment_size, 0)
             end = max([first + slots, *(begin + count for begin, count in rows)])
+        first = max(first, options.from_seq)
+        stop = stop if options.to_seq is None else min(stop, options.to_seq)
+        end = min(end, stop)
         return [(begin, min(begin + most, stop)) for begin in range(first, end, most)]
 
     def _units(self, stream: StreamView, options: SourceOptions) -> list[tuple[int, int]]:
@@ -549,6 +555,8 @@ def estimated_rows(part: StreamPart) -> int:
     """How many messages a part may have, by what it says alone."""
     if part.only is not None:
         return sum(count for _, count in pairs_of(list(struct.unpack(f"<{len(part.only) // 8}Q", part.only))))
+    if part.database is not None and part.to_seq is not None:
+        return max(0, part.to_seq - part.from_seq)
     return len(part.segments) * part.segment_size + len(part.rows) // 24
 
 

@@ -141,7 +141,8 @@ class TapStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         place = self._take(sorted(wanted), stop)
         asked = [self._asked(name, *wanted[name]) for name in sorted(wanted)]
         parts = self._plan_files(place, asked) if place.by_files else self._plan_http(place, asked)
-        return [WarrenPartition(place, lot) for lot in _lots(parts)]
+        few = min(FEW_RECORDS, self._settings.max_records)
+        return [WarrenPartition(place, lot) for lot in _lots(parts, few)]
 
     def _asked(self, queue: str, first: int, stop: int) -> SourceOptions:
         settings = self._settings
@@ -241,7 +242,7 @@ class TapStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             yield from read_at(partition.place, part, self._schema, self._settings.fail_on_data_loss)
 
 
-def _lots(parts: Sequence[StreamPart]) -> Iterator[tuple[StreamPart, ...]]:
+def _lots(parts: Sequence[StreamPart], few: int) -> Iterator[tuple[StreamPart, ...]]:
     """Small parts share a task."""
     from warren.pipeline.store_view import estimated_rows
 
@@ -250,7 +251,7 @@ def _lots(parts: Sequence[StreamPart]) -> Iterator[tuple[StreamPart, ...]]:
     for part in parts:
         lot.append(part)
         rows += estimated_rows(part)
-        if rows >= FEW_RECORDS:
+        if rows >= few:
             yield tuple(lot)
             lot, rows = [], 0
     if lot:

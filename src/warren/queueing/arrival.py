@@ -12,7 +12,8 @@ from warren.kernel.entry import Entry
 
 
 def come_now(entries: list[Entry]) -> None:
-    """Of messages that a transaction held back, or a full disk: times to live begin when they come to their queues."""
+    """Of messages that were held back, by a transaction, a full disk or an alarm: times to live begin when they come to
+    their queues."""
     now = time.time_ns() // 1000
     for entry in entries:
         if entry.expiry:

@@ -360,7 +360,7 @@ class Stages:
     async def _released(self, writer: str, seconds: float) -> bool:
         """Wait until nothing of the writer is pending; False: it takes longer than that."""
         state = self._store.ledger.table(STAGE).get(writer)
-        if state and state["pending"] and writer not in self._releasing:
+        if state and state["pending"] and writer not in self._releasing and not self._stopping:
             self._start(writer)
         task = self._releasing.get(writer)
         if task is not None:
@@ -380,8 +380,10 @@ class Stages:
             except Exception as error:  # no room on the disk, no descriptor, a queue that failed: it is tried again
                 log.warning("vhost %r: publishing what %r decided waits: %r", self._vhost.name, writer, error)
                 await asyncio.sleep(_TROUBLE_SECONDS)
+        if self._stopping:  # the next start goes on
+            return
         state = self._store.ledger.table(STAGE)[writer]
-        if state.get("unroutable") and not state["pending"]:
+        if state.get("unroutable"):
             log.warning(
                 "vhost %r: %d rows of batch %s of %r were dropped, because no queue takes them; the first was sent to "
                 "exchange %r with routing key %r",
@@ -461,7 +463,8 @@ class Stages:
         """The writer's batch is out: whatever else it staged for it, or before it, nobody will ask for."""
         state = self._store.ledger.table(STAGE).get(writer)
         directory = stage_directory(self._store.root, writer)
-        self._drop_files(directory, lambda name, age: _is_of(name, state))
+        kept = {os.path.basename(name) for name in (state["pending"] if state else ())}
+        self._drop_files(directory, lambda name, age: name not in kept and _is_of(name, state))
         with contextlib.suppress(OSError):  # there is something in it
             self._store.disk.rmdir(directory)
 
